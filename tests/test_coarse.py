@@ -108,6 +108,8 @@ def test_exact_codes_are_the_full_cache(case_of: Callable[..., Case], name: str,
 def test_wherever_the_pool_is_cut(case_of: Callable[..., Case], cut: str, n_blocks: int) -> None:
     case = case_of("qwen3")
     assert is_full_cache(case, coarse_run(case, out=CUTS[cut], n_blocks=n_blocks))
+
+
 @exact
 def test_after_a_rollback(case_of: Callable[..., Case]) -> None:
     """Positions that are forgotten have no codes any more; those that come in their place have others."""
@@ -127,6 +129,8 @@ def test_nothing_outside_is_the_stock_cache(case_of: Callable[..., Case]) -> Non
         assert_equal(np.concatenate([run.feed(N_READ), run.feed(N_STEPS, 1)]), case.stock_logits)
     with coarse_run(case, bits=(4, 4), out=()).run as run:
         assert_equal(run.feed(N_STEPS, 1), case.stock_logits[-N_STEPS:])
+
+
 @exact
 def test_sequences_have_their_own(case_of: Callable[..., Case]) -> None:
     """One sequence has chunks outside, the other none; both in one batch."""
@@ -187,6 +191,8 @@ def test_other_means_and_spreads_are_seen(case_of: Callable[..., Case], change: 
         change(blob, made, i)
     made.guests.restore_index(n, blobs)
     assert not is_full_cache(case, made)
+
+
 @exact
 def test_rows_of_another_unit_are_seen(case_of: Callable[..., Case]) -> None:
     """A table that names units whose rows are not in the slots: another layer's choice."""

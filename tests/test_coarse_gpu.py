@@ -20,7 +20,10 @@ from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import GpuChoice, Heads
 
 __all__ = ["library"]
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU has its own: tests/test_coarse.py is about these")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(ON_GPU, reason="a GPU has its own: tests/test_coarse.py is about these"),
+]
 
 NEAR = 0.012  # relative RMS of logits: queries and weights as bytes, and what else is chosen where shares are alike
 KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|coded|encode|choose|score|gpu|coarse|codes|fresh|kernels).*"
@@ -75,7 +78,8 @@ def test_nothing_outside_is_the_stock_cache(case_of: Callable[..., Case], librar
 
 
 @pytest.mark.parametrize(
-    ("name", "cache"), [("qwen3", "f16"), ("qwen3", "f16-nofa"), ("qwen3", "q8_0"), ("gpt-oss", "q8_0"), ("deepseek2", "f16")]
+    ("name", "cache"),
+    [("qwen3", "f16"), ("qwen3", "f16-nofa"), ("qwen3", "q8_0"), ("gpt-oss", "q8_0"), ("deepseek2", "f16")],
 )
 @pytest.mark.parametrize("bits", [(4, 2), (2, 4)])
 def test_codes_are_those_of_the_cpu(
@@ -147,21 +151,29 @@ def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: P
 #
 
 MUTANTS = {
-    "another mean": ("mean_of(c, a.codes[0][task.seq], segment * (SEGMENT / UNIT), task.head)", "mean_of(c, a.codes[0][task.seq], 0, 0)"),
+    "another mean": (
+        "mean_of(c, a.codes[0][task.seq], segment * (SEGMENT / UNIT), task.head)",
+        "mean_of(c, a.codes[0][task.seq], 0, 0)",
+    ),
     "guests in both sums": ("i < task.n_fill; i += blockDim.x", "i < task.n_fill && false; i += blockDim.x"),
-    "the scale of another position": ("(keys.scales + (slot + 2 * i) * UNIT + g % 4 * 4)", "(keys.scales + (slot + 2 * i) * UNIT)"),
+    "the scale of another position": (
+        "(keys.scales + (slot + 2 * i) * UNIT + g % 4 * 4)",
+        "(keys.scales + (slot + 2 * i) * UNIT)",
+    ),
     "values by the tops of another piece": ("factor[j] = exp2f(its.values_top[j] - top[j]);", "factor[j] = 1;"),
     "weights of another query": ("weights[g * LINE + i * 8 + t]", "weights[(g ^ 1) * LINE + i * 8 + t]"),
     "no rotation back": ("hadamard_blocks(x, c.d, c.width, 1);", ""),
     "the pool without its guests": ("n_common + task.n_fill * (UNIT / EACH)", "n_common"),
     "a row sees what comes after it": ("is && its_pos <= pos[j]", "is"),
-    "codes of rows that are not divided":  ("k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1", "1.0f"),
+    "codes of rows that are not divided": ("k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1", "1.0f"),
     "slots without their rows": ("fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);", ""),
 }
 
 
 def mutated(folder: Path, old: str, new: str) -> Path:
-    (name,) = (n for n in ("kvflash-attend.cuh", "kvflash-attend.cu", "kvflash-encode.cu") if old in (SOURCES / n).read_text())
+    (name,) = (
+        n for n in ("kvflash-attend.cuh", "kvflash-attend.cu", "kvflash-encode.cu") if old in (SOURCES / n).read_text()
+    )
 
     def change(text: str) -> str:
         assert text.count(old) == 1, old

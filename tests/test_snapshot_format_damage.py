@@ -20,6 +20,7 @@ from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.snapshot import file as snapshot_file
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import DIGEST, HEADER, SECTIONS, digest, record_place, write
+from pyllama_kvflash.snapshot.saved_guests import GUESTS
 
 pytestmark = pytest.mark.native
 
@@ -152,6 +153,22 @@ def test_sections_that_changed_places(fresh: Path, i: int) -> None:
     swapped[one[0] : one[0] + two[1] - two[0]] = data[slice(*two)]
     fresh.write_bytes(swapped)
     with pytest.raises(SnapshotError, match="was changed"):
+        SnapshotFile(fresh)
+
+
+@pytest.mark.parametrize("field", ["n_layer", "n_block", "n_slot"])
+def test_forged_guests(fresh: Path, field: str) -> None:
+    """Digests that fit, of a table that says more than there is."""
+    start, end = sections(fresh)["guests"]
+    data = bytearray(fresh.read_bytes())
+    guests = np.frombuffer(data, GUESTS, 1, start).copy()
+    guests[field] = 1_000_000
+    data[start : start + GUESTS.itemsize] = guests.tobytes()
+    header = np.frombuffer(data, HEADER, 1).copy()
+    header["sections"]["digest"][0, SECTIONS.index("guests")] = np.void(digest(bytes(data[start:end])))
+    data[: HEADER.itemsize] = header.tobytes()
+    fresh.write_bytes(resigned(data))
+    with pytest.raises(SnapshotError, match=f"{fresh} is not a whole snapshot: its tables do not hold together"):
         SnapshotFile(fresh)
 
 

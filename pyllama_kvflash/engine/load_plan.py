@@ -9,6 +9,7 @@ from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, re
 from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import BATCH, RESERVE, DeviceMemory, n_panes
+
 LATE = 0
 """Whether layers of the CPU choose by codes for the next token, as those of a GPU do, rather than before their attention. It is a
 bench's to set.

@@ -295,11 +295,14 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
 
 
 def with_policy(options: Options, seen: Probe) -> Options:
-    """Return the options with `coarse` and policy "auto" resolved: the closest codes that there is memory for; "fresh" where each
-    layer can choose, else "qk". Both have an opening: RULER has not shown yet that fresh can do without.
+    """Return the options with `coarse` and policy "auto" resolved: on the CPU the closest codes that there is memory for, and none
+    on a GPU, where they halve the speed (docs/results/coarse.md); "fresh" where each layer can choose, else "qk". Both have an
+    opening: RULER has not shown yet that fresh can do without.
     """
     if options.coarse == "auto":
+        found, here = devices(), seen.geometry.devices
         coded = seen.uncoded is None and not options.index and options.pool != "off" and seen.geometry.rows
+        coded = coded and not any(found[i].gpu for i in here)
         options = replace(options, coarse=most_bits(seen.geometry, options) if coded else "off")
     if options.policy != "auto":
         return options
@@ -348,7 +351,11 @@ def probe(model: Model, options: Options) -> Probe:
     uncoded = _refused(model, pool=coded, **small, **types) if layers and options.coarse != "off" else _NO_LAYER
     if unchosen is not None and (error := _refused(model, pool=pool, **small, **types)):
         refusal = refusal or of_memory(memory_class, len(layers), error)
-    if (unchosen is None or uncoded is None) and options.disk is not None and any(devices()[i].gpu for i in geometry.devices):
+    if (
+        (unchosen is None or uncoded is None)
+        and options.disk is not None
+        and any(devices()[i].gpu for i in geometry.devices)
+    ):
         unchosen = uncoded = ON_DISK.reason
     return replace(seen, refusal=refusal, unchosen=unchosen, uncoded=uncoded)
 

@@ -126,7 +126,11 @@ class _Opened:
     def contents(self, *without: str) -> Contents:
         """Return what its tables hold. without: sections that count as empty. Raises SnapshotError."""
         tables = layout.TABLES
-        return _contents({name: b"" if name in without else self.section(name).tobytes() for name in tables})
+        raw = {name: b"" if name in without else self.section(name).tobytes() for name in tables}
+        try:
+            return _contents(raw)
+        except (ValueError, IndexError, KeyError):  # digests that fit, of tables that nobody writes
+            raise self.damaged("its tables do not hold together") from None
 
 
 def _opened(path: Path, source: Source) -> _Opened:
@@ -303,7 +307,7 @@ class SnapshotFile:
 
 
 def _contents(raw: dict[str, bytes]) -> Contents:
-    """Return the contents of sections whose digests were checked: they say what was written."""
+    """Return the contents of sections whose digests were checked. Raises what numpy and Python raise for tables that are too short."""
     numbers = np.frombuffer(raw["plan"], "<i4").tolist()
     n = numbers[0]
     at, states = 0, []

@@ -24,7 +24,11 @@ def build_kernels(folder: Path, changes: Mapping[str, Callable[[str], str]] = Ma
     What they do where there are many units they do from 4 on, and where there are many pieces of a context, from 4 on, too; batches
     of more than 16 tokens are many. changes: of files, by name.
     """
-    fewer = ("FEW = 1024", "FEW = 4"), ("MOST_PART = 64", "MOST_PART = 4"), ("MOST_ROW_PART = 1024", "MOST_ROW_PART = 32")
+    fewer = (
+        ("FEW = 1024", "FEW = 4"),
+        ("MOST_PART = 64", "MOST_PART = 4"),
+        ("MOST_ROW_PART = 1024", "MOST_ROW_PART = 32"),
+    )
     small = {"kvflash-choose.cuh": fewer[:1], "kvflash-gpu.h": fewer[1:]}
     library = folder / "kernels.so"
     for source in (

@@ -8,6 +8,9 @@
 
 namespace {
 
+// guests of a layer that a token exchanges: more come no closer where they are chosen for the next one, and take the time of a bus
+constexpr uint32_t MOST_LATE = 8;
+
 struct gpu_coarse : kvf_gpu_chooser {
     gpu_coarse(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer_t buf);
 
@@ -68,7 +71,11 @@ std::unique_ptr<kvf_chooser> kvf_gpu_coarse_chooser(kvf_fresh & fresh, ggml_back
 }
 
 gpu_coarse::gpu_coarse(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer_t buf) :
-    kvf_gpu_chooser(fresh, gpu, buf), codes(fresh) {}
+    kvf_gpu_chooser(fresh, gpu, buf), codes(fresh) {
+    for (auto & l : layers) {
+        l.n_exchange = std::min(l.n_exchange, MOST_LATE);
+    }
+}
 
 // once it is known which layers are this one's
 void gpu_coarse::lay_out() {
