@@ -26,9 +26,10 @@ from support.runs import TOKENS, Open, feed, logits_of, read
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.report import banner, closing_line, stats_table
-from pyllama_kvflash.engine import memory
+from pyllama_kvflash.engine import loading, memory
 from pyllama_kvflash.engine.memory import most_bits
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
@@ -242,6 +243,16 @@ def test_who_has_them(opened: Open) -> None:
     assert opened(coarse="auto", policy="fresh", index=2).options.coarse == "off"
     assert opened(coarse="auto", pool="off").options.coarse == "off"
     assert opened("mamba", coarse="auto", pool="off").options.coarse == "off"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_on_a_gpu_only_who_asks_has_them(opened: Open, monkeypatch: pytest.MonkeyPatch, *, gpu: bool) -> None:
+    kv = opened(coarse="4", policy="fresh")
+    seen, asked = loading.probe(kv.model, kv.options), replace(kv.options, coarse="auto")
+    here = [replace(d, gpu=gpu) for d in devices()]
+    monkeypatch.setattr(loading, "devices", lambda: here)
+    assert loading.with_policy(asked, seen).coarse == ("off" if gpu else "4")
+    assert loading.with_policy(replace(asked, coarse="2"), seen).coarse == "2"
 
 
 @pytest.mark.parametrize(("left", "want"), [(2.0, "4"), (0.9, "4,2"), (0.7, "2"), (0.4, "off")])

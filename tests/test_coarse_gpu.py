@@ -26,7 +26,9 @@ pytestmark = [
 ]
 
 NEAR = 0.012  # relative RMS of logits: queries and weights as bytes, and what else is chosen where shares are alike
-KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|coded|encode|choose|score|gpu|coarse|codes|fresh|kernels).*"
+KERNELS = (
+    r"pyllama_kvflash/native/src/kvflash-(attend|far|near|coded|encode|choose|score|gpu|coarse|codes|fresh|kernels).*"
+)
 
 Tables = npt.NDArray[np.int32]
 
@@ -163,17 +165,14 @@ MUTANTS = {
     "values by the tops of another piece": ("factor[j] = exp2f(its.values_top[j] - top[j]);", "factor[j] = 1;"),
     "weights of another query": ("weights[g * LINE + i * 8 + t]", "weights[(g ^ 1) * LINE + i * 8 + t]"),
     "no rotation back": ("hadamard_blocks(x, c.d, c.width, 1);", ""),
-    "the pool without its guests": ("n_common + task.n_fill * (UNIT / EACH)", "n_common"),
-    "a row sees what comes after it": ("is && its_pos <= pos[j]", "is"),
+    "the pool without its guests": ("task.n_common * p.n_chunk + task.n_fill * UNIT", "task.n_common * p.n_chunk"),
     "codes of rows that are not divided": ("k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1", "1.0f"),
     "slots without their rows": ("fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);", ""),
 }
 
 
 def mutated(folder: Path, old: str, new: str) -> Path:
-    (name,) = (
-        n for n in ("kvflash-attend.cuh", "kvflash-attend.cu", "kvflash-encode.cu") if old in (SOURCES / n).read_text()
-    )
+    (name,) = (f.name for f in SOURCES.glob("kvflash-*.cu*") if old in f.read_text())
 
     def change(text: str) -> str:
         assert text.count(old) == 1, old

@@ -31,6 +31,7 @@ from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.native import Context, Device, Model, devices, guests
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import GpuChoice, Heads, IndexForm
 from pyllama_kvflash.policy.sizing import RESERVE
 from pyllama_kvflash.serve.metrics import Metrics
@@ -148,6 +149,19 @@ def test_each_gpu_keeps_free_what_its_layers_take(gpus: Callable[..., None]) -> 
     assert [(d.name, d.index) for d in found] == [("CUDA0", choice.n_bytes([0])), ("CUDA2", choice.n_bytes([1, 2]))]
     fixed = memory.index_bytes(geometry, Options(coarse="off", n_ctx=4096, policy="fresh", pool=1024))
     assert fixed == {i: replace(choice, n_pool=1024).n_bytes(here) for i, here in ((0, [0]), (2, [1, 2]))}
+
+
+@pytest.mark.parametrize("policy", ["fresh", "lru"])
+def test_codes_are_kept_free_with_what_choosing_takes(gpus: Callable[..., None], policy: str) -> None:
+    gpus(8 << 30)
+    heads = (Heads(4, 2, 64, 64),) * 2
+    geometry = Geometry(((128, 128),) * 2, (0, 0), heads)
+    options = Options(n_ctx=4096, pool=1024, policy=policy, coarse="4,2")
+    codes = sum(CoarseForm(4, 2).n_bytes(h, 4096) for h in heads)
+    fixed = GpuChoice(None, heads, 4096, 1, 1024, 64).n_bytes([0, 1])
+    assert memory.device_memory(geometry, options)[0].index == codes + fixed
+    assert memory.coarse_bytes(geometry, options) == {0: codes}
+    assert memory.index_bytes(geometry, options) == {0: fixed}
 
 
 @pytest.mark.parametrize("policy", ["auto", "fresh", "lru"])

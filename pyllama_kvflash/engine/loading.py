@@ -300,9 +300,8 @@ def with_policy(options: Options, seen: Probe) -> Options:
     opening: RULER has not shown yet that fresh can do without.
     """
     if options.coarse == "auto":
-        found, here = devices(), seen.geometry.devices
-        coded = seen.uncoded is None and not options.index and options.pool != "off" and seen.geometry.rows
-        coded = coded and not any(found[i].gpu for i in here)
+        gpu = any(devices()[i].gpu for i in seen.geometry.devices)
+        coded = seen.uncoded is None and not options.index and options.pool != "off" and seen.geometry.rows and not gpu
         options = replace(options, coarse=most_bits(seen.geometry, options) if coded else "off")
     if options.policy != "auto":
         return options

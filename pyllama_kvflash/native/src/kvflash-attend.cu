@@ -1,7 +1,7 @@
 // Attention by codes on a GPU, see kvflash-coarse.h and kvflash-codes.h: what the codes of all positions outside the pool give,
 // in one softmax with the pool; and the choice of the pool's guests by it, for the next token. No word from the host.
 
-#include "kvflash-attend.cuh"
+#include "kvflash-near.cuh"
 
 // which units the pool has, by one block
 static __device__ void read_taken(const kvf_gpu_layer & p, const asked & ask, const attend_task & task, uint32_t * taken) {

@@ -57,8 +57,8 @@ struct cpu_chooser : kvf_host_chooser {
     void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override { own[seq].index[layer].set(n, src); }
     void cover(llama_seq_id seq) override { own[seq].shares.resize((size_t) n_head * fresh.of(seq).n_unit()); }
 
-    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il, uint32_t layer,
-            const kvf_predicted & before) override;
+    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il,
+            uint32_t layer, const kvf_predicted & before) override;
 
     // of a sequence
     struct choice {
@@ -90,8 +90,8 @@ std::unique_ptr<kvf_chooser> kvf_cpu_chooser(kvf_fresh & fresh) { return std::ma
 // the nodes
 //
 
-void cpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *, ggml_tensor * q, float scale,
-        int32_t, uint32_t layer, const kvf_predicted & /* before */) {
+void cpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *, ggml_tensor * q, float scale, int32_t,
+        uint32_t layer, const kvf_predicted & /* before */) {
     auto & at = nodes[layer];
     at.scale  = scale;
 

@@ -91,7 +91,8 @@ std::vector<kvf_gpu_sampled> kvf_sampled(uint32_t n_chunk, uint32_t first, uint3
         const uint32_t from = s * each / n_chunk - first;
         const uint32_t end = std::min(n, from + each / n_chunk), n_there = (end - from) * n_chunk;
         const bool     own = s == 0 || n_there >= kvf_codes::OWN_MEAN;
-        res.push_back({s, from, own ? end : from, std::max(1u, n_there / kvf_codes::OWN_MEAN)}); // so many tell as much as all
+        res.push_back(
+                {s, from, own ? end : from, std::max(1u, n_there / kvf_codes::OWN_MEAN)}); // so many tell as much as all
     }
     return res;
 }

@@ -48,8 +48,8 @@ struct kvf_codes {
 
     // of none so far
     moments moments_of(uint32_t segment) const;
-    // begin segments, in their order. those without sums have the mean of the segment before. spreads: if the first one is among them, set what
-    // rows are divided by
+    // begin segments, in their order. those without sums have the mean of the segment before. spreads: if the first one is
+    // among them, set what rows are divided by
     void begin(const std::vector<moments> & segments, bool spreads);
 
     // bytes of what rows are divided by, of a segment's means, and of a unit: scales and codes

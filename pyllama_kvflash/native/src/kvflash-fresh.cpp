@@ -36,7 +36,8 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
             chooser = choosers.back().get();
             if (!chooser) {
                 throw kvf_failure(KVF_E_UNSUPPORTED,
-                        its.coarse_k ? "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on another device"
+                        its.coarse_k ? "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on "
+                                       "another device"
                                      : "layers choose on the CPU or by CUDA, and the KV cache is on another device");
             }
         }

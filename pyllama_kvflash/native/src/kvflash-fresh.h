@@ -123,8 +123,8 @@ struct kvf_chooser {
     virtual ggml_backend_dev_t beside() const { return nullptr; }
     // The nodes of a layer. il: that of the model, which with codes may read the rows of another one. q: [d, n_head,
     // n_tokens]. before: those of the layer before, by which predictions get better
-    virtual void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il,
-            uint32_t layer, const kvf_predicted & before) = 0;
+    virtual void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
+            int32_t il, uint32_t layer, const kvf_predicted & before) = 0;
     // after the attention of a layer, whose result is cur ([d, n_head, n_tokens], or by_head [d, n_tokens, n_head]): what it
     // is with the positions that are outside the pool. sinks: null: there are none
     virtual ggml_tensor * blend(ggml_context *, ggml_cgraph *, ggml_tensor * /* q */, float /* scale */, ggml_tensor * cur,

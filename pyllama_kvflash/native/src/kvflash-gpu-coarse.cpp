@@ -8,7 +8,8 @@
 
 namespace {
 
-// guests of a layer that a token exchanges: more come no closer where they are chosen for the next one, and take the time of a bus
+// guests of a layer that a token exchanges: more come no closer where they are chosen for the next one, and take the time of
+// a bus
 constexpr uint32_t MOST_LATE = 8;
 
 struct gpu_coarse : kvf_gpu_chooser {
@@ -44,8 +45,7 @@ struct gpu_coarse : kvf_gpu_chooser {
     void lay_out_codes();
     void lay_out_coders();
     void lay_out_attends();
-    void begin_segments(
-            llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first);
+    void begin_segments(llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first);
     void upload_means(llama_seq_id seq, uint32_t layer, uint32_t kind, uint32_t first, uint32_t n);
 
     kvf_gpu_coders coders(uint32_t layer, uint32_t n_layer) const;
@@ -58,9 +58,9 @@ struct gpu_coarse : kvf_gpu_chooser {
     size_t                          memory = 0;            // that a block shares which makes codes
     std::vector<kvf_gpu_attend>     attends;               // of each layer of the model
     // of the graph that is being built: the last such nodes, and whose the latter is
-    ggml_tensor *                   attend = nullptr, *late = nullptr;
-    kvf_gpu_attend *                late_of = nullptr;
-    kvf_gpu_occupy                  all     = {};
+    ggml_tensor *    attend = nullptr, *late = nullptr;
+    kvf_gpu_attend * late_of = nullptr;
+    kvf_gpu_occupy   all     = {};
 };
 
 } // namespace
@@ -155,9 +155,9 @@ void gpu_coarse::lay_out_coders() {
     for (uint32_t i = 0; i < layers.size(); ++i) {
         const auto & its = codes[0][i];
         for (uint32_t kind = 0; kind < its.all.size() && mine(i); ++kind) {
-            const auto & c    = its.all[kind];
-            const auto & info = fresh.layers[i].info;
-            const auto * t    = kind ? fresh.layers[i].v : fresh.layers[i].k;
+            const auto & c        = its.all[kind];
+            const auto & info     = fresh.layers[i].info;
+            const auto * t        = kind ? fresh.layers[i].v : fresh.layers[i].k;
             const bool   by_value = kind && fresh.v_trans;
             auto &       to       = res[i * 2 + kind];
             to.coding             = coding_of(c, kind == 0);
@@ -168,7 +168,7 @@ void gpu_coarse::lay_out_coders() {
             to.block_size         = ggml_type_size(t->type);
             to.by_value           = by_value;
             to.offs               = kind ? info.offs_v : info.offs_k;
-            to.stride = by_value ? fresh.n_chunk * to.block_size : ggml_row_size(t->type, (size_t) c.n_head * c.d);
+            to.stride       = by_value ? fresh.n_chunk * to.block_size : ggml_row_size(t->type, (size_t) c.n_head * c.d);
             const auto & lv = kvf_levels_of(c.n_bit);
             to.n_half       = lv.n_half;
             to.steps        = lv.steps;

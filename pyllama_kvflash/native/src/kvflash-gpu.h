@@ -193,14 +193,14 @@ struct kvf_gpu_sampled {
 // relative to it, and the values by these weights
 struct kvf_gpu_attend {
     static constexpr uint32_t COLUMNS = 8; // queries that share a pass over the codes
-    enum { SEQ, POS, ASKER, LEN_TOKEN }; // of each token, after the ask. SEQ: -1: nothing is outside
+    enum { SEQ, POS, ASKER, LEN_TOKEN };   // of each token, after the ask. SEQ: -1: nothing is outside
     static constexpr uint32_t MOST_PART = 64, MOST_ROW_PART = 1024; // of a query, and of all tokens
     static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 2;       // at once
 
     kvf_gpu_layer         p; // the pool, and how the layer chooses
     kvf_gpu_coding        coding[2];
-    const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
-    float *               parts;    // scratch: [token][n_head][n_part][2 + width], MOST_ROW_PART in all
+    const kvf_gpu_codes * codes[2];          // of keys and of values, of each sequence
+    float *               parts;             // scratch: [token][n_head][n_part][2 + width], MOST_ROW_PART in all
     uint32_t              block, block_size; // of the pool's keys: values that are quantised together, and their bytes
     uint32_t              n_warp;            // of a block
     bool                  chooses, by_head;
@@ -253,8 +253,8 @@ struct kvf_gpu {
     // dst->src: scratch, q, the ask; beside other nodes also the own and the predicted queries of the layer before, if these
     // are known. on: the backend's context
     void (*choose)(ggml_tensor * dst, void * on);
-    // dst->src: scratch, q, the ask: the layer attends to its codes. what the attention gave, this one, the ask, q, and maybe
-    // sinks: the two become one. scratch, this, the ask: the layer chooses for the next token
+    // dst->src: scratch, q, the ask: the layer attends to its codes. what the attention gave, this one, the ask, q, and
+    // maybe sinks: the two become one. scratch, this, the ask: the layer chooses for the next token
     void (*attend)(ggml_tensor * dst, void * on);
     void (*mix)(ggml_tensor * dst, void * on);
     void (*choose_late)(ggml_tensor * dst, void * on);
@@ -262,7 +262,7 @@ struct kvf_gpu {
     void (*occupy)(ggml_tensor * dst, void * on);
     bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block of the GPU on which this lies has the memory
     uint32_t (*attend_warps)(const kvf_gpu_attend & a, const void * on); // kvf_gpu_attend::n_warp; 0: it has not
-    size_t (*shared_size)(const kvf_gpu_layer & l); // bytes that a block shares which chooses
+    size_t (*shared_size)(const kvf_gpu_layer & l);                      // bytes that a block shares which chooses
 
     // the same: nodes between `fork` and `back` run beside those that come then, up to `join`. userdata: events
     void (*fork)(ggml_tensor * dst, void * on);
