@@ -107,6 +107,10 @@ CODES = {
         "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on another device",
         "leave `coarse` out, or the CPU (`n_gpu_layers` 0)",
     ),
+    "codes (`coarse`) on a GPU older than Turing, or with large heads on one of small blocks": Refusal(
+        "this GPU cannot attend to codes: it is older than Turing, or its blocks have too little memory",
+        "leave `coarse` out, or the CPU (`n_gpu_layers` 0)",
+    ),
     "codes (`coarse`) of a model whose attention CUDA does not compute": Refusal(
         "the attention is computed on another device than that of its KV cache",
         "leave `coarse` out, or give `flash_attn` off",

@@ -327,7 +327,11 @@ void kvf_occupy_node(ggml_tensor * dst, void * on) {
 }
 
 uint32_t kvf_attend_warps(const kvf_gpu_attend & a, const void * on) {
-    uint32_t       res  = MOST_WARPS;
+    cudaPointerAttributes at;
+    CUDA_CHECK(cudaPointerGetAttributes(&at, on));
+    if (ggml_cuda_info().devices[at.device].cc < GGML_CUDA_CC_TURING) { return 0; }
+
+    uint32_t     res  = MOST_WARPS;
     const size_t most = kvf_shared_most(on);
     while (res > 0 && attend_places(a, res).end > most) {
         res /= 2;

@@ -17,13 +17,14 @@ using kvf_kernels = const kvf_gpu;
 // device memory
 struct kvf_gpu_memory {
     kvf_gpu_memory() = default;
-    kvf_gpu_memory(ggml_backend_buffer_type_t buft, size_t size) :
-        buf(ggml_backend_buft_alloc_buffer(buft, size)), size(size) {
+    // fewer: what takes less
+    kvf_gpu_memory(ggml_backend_buffer_type_t buft, size_t size, const char * what = "the index by which layers choose",
+            const char * fewer = "`index` 1") : buf(ggml_backend_buft_alloc_buffer(buft, size)), size(size) {
         if (!buf) {
-            throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of device memory for the index by which layers choose are not "
-                                                   "free: use `index` 1, a "
-                                                   "smaller `n_ctx`, or a smaller `pool`",
-                                                    size));
+            throw kvf_failure(
+                    KVF_E_MEMORY, format("%zu bytes of device memory for %s are not free: use %s, a smaller `n_ctx`, or a "
+                                         "smaller `pool`",
+                                          size, what, fewer));
         }
         ggml_backend_buffer_clear(buf.get(), 0); // the last group of the index has unused positions
     }

@@ -121,7 +121,7 @@ void gpu_coarse::lay_out_codes() {
     at_sums               = in.take((size_t) n_layer * 2 * n_sum * 2 * sizeof(double));
     at_chunks             = in.take((size_t) n_record * sizeof(void *));
     const size_t at_parts = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * (2 + width) * sizeof(float));
-    coded                 = kvf_gpu_memory(buft, in.end);
+    coded                 = kvf_gpu_memory(buft, in.end, "codes of all positions", "`coarse` 2");
 
     for (uint32_t i = 0; i < fresh.n_layer_model(); ++i) {
         attends.push_back({});
@@ -212,7 +212,8 @@ void gpu_coarse::lay_out_attends() {
         a.block_size = keys[i].block_size;
         a.n_warp     = gpu.attend_warps(a, coded.at());
         if (a.n_warp == 0) {
-            throw kvf_failure(KVF_E_UNSUPPORTED, "a block of this GPU has too little memory for attention by codes");
+            throw kvf_failure(KVF_E_UNSUPPORTED,
+                    "this GPU cannot attend to codes: it is older than Turing, or its blocks have too little memory");
         }
     }
 }

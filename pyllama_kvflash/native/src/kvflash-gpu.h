@@ -261,7 +261,7 @@ struct kvf_gpu {
     // slots that are free, or have what is common, get any other units. userdata: the first of n_layer layers
     void (*occupy)(ggml_tensor * dst, void * on);
     bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block of the GPU on which this lies has the memory
-    uint32_t (*attend_warps)(const kvf_gpu_attend & a, const void * on); // kvf_gpu_attend::n_warp; 0: it has not
+    uint32_t (*attend_warps)(const kvf_gpu_attend & a, const void * on); // kvf_gpu_attend::n_warp; 0: this GPU cannot
     size_t (*shared_size)(const kvf_gpu_layer & l);                      // bytes that a block shares which chooses
 
     // the same: nodes between `fork` and `back` run beside those that come then, up to `join`. userdata: events

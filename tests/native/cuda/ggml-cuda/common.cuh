@@ -454,12 +454,13 @@ inline cudaError_t cudaHostGetDevicePointer(void ** res, void * host, int) {
 }
 
 #define GGML_CUDA_MAX_DEVICES 1
+#define GGML_CUDA_CC_TURING 750
 
 using __half_raw = half;
 
 struct kvf_devices {
     struct {
-        int nsm = 4;
+        int nsm = 4, cc = 900;
     } devices[1];
 };
 
