@@ -110,7 +110,7 @@ def test_the_index_takes_what_is_said_of_it(opened: Open, name: str, bits: int, 
     assert kv.policy == "fresh"
     assert stats.index_bytes == room.n_bytes(room.native.info().n) > 0
     assert stats.guest_blocks == kv.pager.ledger.n_guests > 0
-    assert stats.guests_fetched == room.native.info().n_fetched >= room.native.tables()[1].size
+    assert stats.guests_fetched == room.native.n_fetched() >= room.native.tables()[1].size
     assert isinstance(room.form, IndexForm)
     assert room.form.n_bits == want * min(layer.n_embd_head_k for layer in room.native.layers)
 

@@ -275,9 +275,9 @@ void kvf_codes::reserve(uint32_t n) {
 }
 
 std::array<std::pair<char *, size_t>, 2> kvf_codes::memory(uint32_t n) {
-    const uint32_t n_unit = (n + UNIT - 1) / UNIT;
+    const uint32_t n_unit = (n + UNIT - 1) / UNIT; // not 0
     grow(n_unit);
-    const size_t n_slot = (size_t) GGML_PAD(n_unit, TILE) * n_head;
+    const size_t n_slot = slot(n_unit - 1, n_head - 1) / TILE * TILE + TILE;
     return {{{(char *) codes.data(), n_slot * unit_bytes()}, {(char *) scales.data(), n_slot * UNIT * sizeof(uint16_t)}}};
 }
 
