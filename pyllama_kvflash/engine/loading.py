@@ -300,8 +300,8 @@ def with_policy(options: Options, seen: Probe) -> Options:
     opening: RULER has not shown yet that fresh can do without.
     """
     if options.coarse == "auto":
-        gpu = any(devices()[i].gpu for i in seen.geometry.devices)
-        coded = seen.uncoded is None and not options.index and options.pool != "off" and seen.geometry.rows and not gpu
+        possible = seen.uncoded is None and bool(seen.geometry.rows) and not _on_gpu(seen.geometry)
+        coded = possible and not options.index and options.pool != "off"
         options = replace(options, coarse=most_bits(seen.geometry, options) if coded else "off")
     if options.policy != "auto":
         return options
@@ -350,13 +350,14 @@ def probe(model: Model, options: Options) -> Probe:
     uncoded = _refused(model, pool=coded, **small, **types) if layers and options.coarse != "off" else _NO_LAYER
     if unchosen is not None and (error := _refused(model, pool=pool, **small, **types)):
         refusal = refusal or of_memory(memory_class, len(layers), error)
-    if (
-        (unchosen is None or uncoded is None)
-        and options.disk is not None
-        and any(devices()[i].gpu for i in geometry.devices)
-    ):
-        unchosen = uncoded = ON_DISK.reason
+    if options.disk is not None and _on_gpu(geometry):
+        unchosen, uncoded = unchosen or ON_DISK.reason, uncoded or ON_DISK.reason
     return replace(seen, refusal=refusal, unchosen=unchosen, uncoded=uncoded)
+
+
+def _on_gpu(geometry: Geometry) -> bool:
+    """Return whether a GPU has rows of a layer."""
+    return any(devices()[i].gpu for i in geometry.devices)
 
 
 def _refused(model: Model, **params: Any) -> str | None:
