@@ -27,7 +27,7 @@ pytestmark = [
 
 NEAR = 0.012  # relative RMS of logits: queries and weights as bytes, and what else is chosen where shares are alike
 KERNELS = (
-    r"pyllama_kvflash/native/src/kvflash-(attend|far|near|coded|encode|choose|score|gpu|coarse|codes|fresh|kernels).*"
+    r"pyllama_kvflash/native/src/kvflash-(attend|far|near|words|coded|encode|choose|score|gpu|coarse|codes|fresh|kernels).*"
 )
 
 Tables = npt.NDArray[np.int32]
@@ -159,13 +159,26 @@ MUTANTS = {
     ),
     "guests in both sums": ("i < task.n_fill; i += blockDim.x", "i < task.n_fill && false; i += blockDim.x"),
     "the scale of another position": (
-        "(keys.scales + (slot + 2 * i) * UNIT + g % 4 * 4)",
-        "(keys.scales + (slot + 2 * i) * UNIT)",
+        "scales = keys.scales + slot * UNIT + g % 4 * 4;",
+        "scales = keys.scales + slot * UNIT;",
     ),
-    "values by the tops of another piece": ("factor[j] = exp2f(its.values_top[j] - top[j]);", "factor[j] = 1;"),
-    "weights of another query": ("weights[g * LINE + i * 8 + t]", "weights[(g ^ 1) * LINE + i * 8 + t]"),
-    "no rotation back": ("hadamard_blocks(x, c.d, c.width, 1);", ""),
-    "the pool without its guests": ("task.n_common * p.n_chunk + task.n_fill * UNIT", "task.n_common * p.n_chunk"),
+    "values by the tops of another piece": (
+        "factor[j]         = exp2f(its.values_top[j] - top[j]);",
+        "factor[j]         = 1;",
+    ),
+    "weights of another query": (
+        "{weights[g * LINE + i % PAIRS * 8 + t]",
+        "{weights[(g ^ 1) * LINE + i % PAIRS * 8 + t]",
+    ),
+    "the mean of nobody": ("{x * by[0], x * by[1], y * by[0], y * by[1]}", "{}"),
+    "no rotation back": ("if (tid < 32) { hadamard_powers(x, c.d); }", ""),
+    "the pool without its guests": ("(p.n_chunk / UNIT) + task.n_fill;", "(p.n_chunk / UNIT);"),
+    "cells' weights of another query": (
+        "b   = weights[lane];",
+        "b   = weights[lane ^ 4];",
+    ),
+    "values of another cell": ("rows.four<type>(4 * c + t,", "rows.four<type>(4 * c + (t ^ 1),"),
+    "the pool by the tops of the last cells": ("factor[j] = exp2f(its.top[j] - top);", "factor[j] = 1;"),
     "codes of rows that are not divided": ("k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1", "1.0f"),
     "slots without their rows": ("fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);", ""),
 }

@@ -133,7 +133,7 @@ class GpuChoice:
     def _coding(self) -> list[int]:
         """Of attention by codes: where they are, and how they are made; sums of rows; where records are; sums of attention."""
         n_row = max(h.n_kv * max(h.n_embd, h.n_embd_v) for h in self.heads)
-        width = max(-(-(h.n_embd_v or h.n_embd) // 16) * 16 for h in self.heads)
+        width = max(-(-(h.n_embd_v or h.n_embd) // 128) * 128 for h in self.heads)  # of sums
         n_query, n_layer = max(h.n_query for h in self.heads), len(self.heads)
         tables = [4 * _POINTER * n_layer * self.n_seq] * 2 + [_LAYER * n_layer, _CODER * 2 * n_layer]
         parts = _WORD * _ROW_PARTS * n_query * (2 + width)

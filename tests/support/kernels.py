@@ -26,7 +26,7 @@ def build_kernels(folder: Path, changes: Mapping[str, Callable[[str], str]] = Ma
     """
     fewer = (
         ("FEW = 1024", "FEW = 4"),
-        ("MOST_PART = 64", "MOST_PART = 4"),
+        ("MOST_PART = 128", "MOST_PART = 4"),
         ("MOST_ROW_PART = 1024", "MOST_ROW_PART = 32"),
     )
     small = {"kvflash-choose.cuh": fewer[:1], "kvflash-gpu.h": fewer[1:]}

@@ -1,5 +1,5 @@
-// Attention by codes on a GPU, see kvflash-coarse.h and kvflash-codes.h: what the codes of all positions outside the pool give,
-// in one softmax with the pool; and the choice of the pool's guests by it, for the next token. No word from the host.
+// Attention by codes on a GPU, see kvflash-coarse.h and kvflash-codes.h: what the codes of all positions outside the pool
+// give, in one softmax with the pool; and the choice of the pool's guests by it, for the next token. No word from the host.
 
 #include "kvflash-near.cuh"
 
@@ -15,49 +15,80 @@ static __device__ void read_taken(const kvf_gpu_layer & p, const asked & ask, co
         const uint32_t u = p.index[task.seq].table[i];
         atomicOr(&taken[u / 32], 1u << u % 32);
     }
+}
+
+// what a warp has at its end
+static __device__ void keep_sums(const far_sums & its, attend_memory & m) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (uint32_t j = 0; j < 2 && lane < 4; ++j) {
+        const uint32_t q      = 2 * lane + j;
+        m.top[warp][q]        = its.top[j];
+        m.sum[warp][q]        = its.sum[j];
+        m.values_top[warp][q] = its.values_top[j];
+        m.about[warp][q]      = its.about[j];
+    }
     __syncthreads();
 }
 
-// the sums of a block's warps become a part of each query
-template <uint32_t BITS_V>
-static __device__ void put_part(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, bool far,
-        uint32_t tokens, const int32_t * words, attend_memory & m) {
-    const auto &   p     = a.p;
-    const uint32_t width = a.coding[1].width, n = task.end - task.from;
-    // of each query, the share of each warp's sums
-    for (uint32_t q = threadIdx.x; q < COLS; q += blockDim.x) {
-        sum_of_powers all;
+// relative to what all warps of a block have, by which theirs are multiplied. words: of rows
+static __device__ void sum_up(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t tokens,
+        const int32_t * words, attend_memory & m) {
+    for (uint32_t i = threadIdx.x; i < COLS * at.n_warp; i += blockDim.x) {
+        const uint32_t q = i % COLS, warp = i / COLS;
+        float          top = NOWHERE, sum = 0, about = 0;
         for (uint32_t w = 0; w < at.n_warp; ++w) {
-            all.add(m.top[w][q], m.sum[w][q]);
+            top = fmaxf(top, m.top[w][q]);
         }
+        m.by[warp][q] = exp2f(m.values_top[warp][q] - top);
+        if (warp > 0) { continue; }
         for (uint32_t w = 0; w < at.n_warp; ++w) {
-            m.by[w][0][q] = exp2f(m.top[w][q] - all.top);
+            const float factor = exp2f(m.top[w][q] - top);
+            sum += m.sum[w][q] * factor;
+            about += m.about[w][q] * factor;
         }
-        m.unit[q]   = all.top;
-        m.middle[q] = all.sum;
+        m.all_about[q] = about;
+        m.part[q]      = nullptr;
+        if (!task.has(q)) { continue; }
+
+        const uint32_t row = task.row_of(q), head = task.head_of(q);
+        const uint64_t of_head = (uint64_t) (row - tokens) * a.p.n_head + head;
+        const int32_t  asker   = words[row * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::ASKER];
+        m.part[q]              = a.parts + (of_head * task.n_part + task.part) * a.part_size();
+        *(float2 *) m.part[q]  = {top, sum};
+        if (a.chooses && asker >= 0) {
+            ((float2 *) a.p.parts)[((uint64_t) asker * a.p.n_head + head) * KVF_GPU_PARTS + task.part] = {top, sum};
+        }
     }
     __syncthreads();
+}
+
+// the values of a block's warps become those of parts. segment: whose mean values are about, ~0: of none
+template <uint32_t BITS_V>
+static __device__ void put_values(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
+        uint32_t segment, const attend_memory & m) {
+    const auto &  c     = a.coding[1];
+    const float * means = segment == ~0u ? nullptr : mean_of(c, a.codes[1][task.seq], segment * (SEGMENT / UNIT), task.head);
 #pragma unroll 1
-    for (uint32_t i = 0; i < n; ++i) {
-        const uint32_t q = task.from + i, row = task.row_of(q), head = task.head_of(q);
-        float *        to = a.parts + (((uint64_t) (row - tokens) * p.n_head + head) * task.n_part + task.part) * (2 + width);
-        if (far && m.middle[q] > 0) {
-            for (uint32_t e = threadIdx.x; e < width; e += blockDim.x) {
-                const float * from = &shared<float>(at.values) + q * at.n_value + place_of<BITS_V>(e);
-                float         sum  = 0;
-#pragma unroll
-                for (uint32_t w = 0; w < MOST_WARPS; ++w) {
-                    if (w < at.n_warp) { sum += from[w * COLS * at.n_value] * m.by[w][0][q]; }
-                }
-                to[2 + e] = sum;
-            }
+    for (uint32_t k = threadIdx.x; k < at.n_value / 16 * 32; k += blockDim.x) {
+        const uint32_t q = 2 * (k % 4), place = k / 32 * 16 + k % 32 / 4;
+        if (!m.part[q] && !m.part[q + 1]) { continue; }
+        const uint32_t e = value_of<BITS_V>(place), f = value_of<BITS_V>(place + 8);
+        const float    x = means && e < c.width ? means[e] : 0, y = means && f < c.width ? means[f] : 0;
+        const float    by[] = {m.all_about[q], m.all_about[q + 1]};
+        float4         sum  = {x * by[0], x * by[1], y * by[0], y * by[1]};
+#pragma unroll 4
+        for (uint32_t w = 0; w < at.n_warp; ++w) {
+            const float4 its    = values_of(at, w)[k];
+            const float2 its_by = *(const float2 *) &m.by[w][q];
+            sum = {sum.x + its.x * its_by.x, sum.y + its.y * its_by.y, sum.z + its.z * its_by.x, sum.w + its.w * its_by.y};
         }
-        if (threadIdx.x > 0) { continue; }
-        to[0] = m.unit[q];
-        to[1] = m.middle[q];
-        const int32_t asker = words[row * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::ASKER];
-        if (a.chooses && asker >= 0) {
-            ((float2 *) p.parts)[((uint64_t) asker * p.n_head + head) * KVF_GPU_PARTS + task.part] = {m.unit[q], m.middle[q]};
+        if (m.part[q]) {
+            m.part[q][2 + place]  = sum.x;
+            m.part[q][10 + place] = sum.z;
+        }
+        if (m.part[q + 1]) {
+            m.part[q + 1][2 + place]  = sum.y;
+            m.part[q + 1][10 + place] = sum.w;
         }
     }
 }
@@ -69,15 +100,15 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant
         const int32_t * words, uint32_t tokens, uint32_t n) {
     using A = kvf_gpu_ask;
 
-    const auto &        p      = a.p;
-    const asked         ask    = {p, nullptr, words, false};
-    const int32_t *     of_row = words + p.ask.size();
-    const uint32_t      share = p.n_head / p.n_head_kv, n_tile_of = (share + COLS - 1) / COLS, warp = threadIdx.x / 32;
-    const uint32_t      head = blockIdx.y / n_tile_of, first = blockIdx.y % n_tile_of * COLS;
-    const uint32_t      n_head = min(COLS, share - first), n_row = a.n_row(), row = tokens + blockIdx.z * n_row;
+    const auto &    p      = a.p;
+    const asked     ask    = {p, nullptr, words, false};
+    const int32_t * of_row = words + p.ask.size();
+    const uint32_t  head = blockIdx.y / a.n_tile, first = (blockIdx.y - head * a.n_tile) * COLS;
+    const uint32_t  n_head = min(COLS, a.share - first), n_row = a.n_row, row = tokens + blockIdx.z * n_row;
+    // blocks of all kinds for each multiprocessor, which has every so many: a head's are turned against those of others
+    const uint32_t      part = (blockIdx.x + blockIdx.y * (gridDim.x * 5 / 8)) % gridDim.x;
     const attend_places at(a, blockDim.x / 32);
-    auto &              m   = shared<attend_memory>();
-    const bool          far = blockIdx.x < kvf_gpu_attend::n_far(gridDim.x);
+    auto &              m      = shared<attend_memory>();
     const auto          seq_of = [&](uint32_t i) {
         return row + i < tokens + n && i < n_row ? of_row[(row + i) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ] : -1;
     };
@@ -89,32 +120,36 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant
             ++i;
         }
         if (seq < 0) { continue; }
-        const int32_t *   its  = ask.blocks(seq) - A::LEN_SEQ;
-        const attend_task task = {head, head * share + first, n_head, row, from * n_head, i * n_head, blockIdx.x, gridDim.x,
-                (uint32_t) seq, (uint32_t) its[A::N_UNIT], (uint32_t) its[A::N_FILL], (uint32_t) its[A::N_COMMON]};
+        const int32_t *   its   = ask.blocks(seq) - A::LEN_SEQ;
+        const uint32_t    n_far = a.n_far(its, gridDim.x);
+        const attend_task task  = {head, head * a.share + first, n_head, row, from * n_head, i * n_head, part, gridDim.x,
+                 n_far, (uint32_t) seq, (uint32_t) its[A::N_UNIT], (uint32_t) its[A::N_FILL], (uint32_t) its[A::N_COMMON]};
+        const bool        far   = task.part < n_far;
 
         far_sums sums;
+        uint32_t segment = ~0u;
         __syncthreads();
-        if (far && blockIdx.x >= far_range::n_block(at, task)) {
-            // nothing is left for it
-        } else if (far) {
+        for (uint32_t k = threadIdx.x; (far || a.whole) && k < at.n_warp * COLS / 4 * at.n_value; k += blockDim.x) {
+            values_of(at, 0)[k] = {};
+        }
+        if (far) {
             const far_range range(at, task);
+            segment = range.segment;
             range.begin(a, task);
-            prepare_queries<BITS_K>(a, at, task, q, m);
             read_taken(p, ask, task, &shared<uint32_t>(at.taken));
+#pragma unroll 1
+            for (uint32_t j = threadIdx.x / 32; j < COLS; j += at.n_warp) {
+                prepare_query<BITS_K>(a, at, task, q, j, m);
+            }
+            __syncthreads();
             attend_far<BITS_K, BITS_V>(a, at, task, of_row, range, m, sums);
         } else {
-            plain_queries(a, task, q, &shared<float>(at.values));
+            plain_queries(a, task, q, &shared<uint2>(at.rotated));
             attend_pool(a, at, ask, task, of_row, sums);
         }
-        if (threadIdx.x % 32 < 4) {
-            for (uint32_t j = 0; j < 2; ++j) {
-                m.top[warp][2 * (threadIdx.x % 32) + j] = sums.top[j];
-                m.sum[warp][2 * (threadIdx.x % 32) + j] = sums.sum[j];
-            }
-        }
-        __syncthreads();
-        put_part<BITS_V>(a, at, task, far, tokens, of_row, m);
+        keep_sums(sums, m);
+        sum_up(a, at, task, tokens, of_row, m);
+        if (far || a.whole) { put_values<BITS_V>(a, at, task, segment, m); }
     }
 }
 
@@ -122,77 +157,139 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant
 // mix
 //
 
-struct mix_memory {
-    float    factors[kvf_gpu_attend::MOST_PART]; // 0: a part has nothing
-    float    far, near;
-    uint32_t n; // parts outside the pool, without those at the end that have nothing
+static constexpr uint32_t MIX = 512; // threads
+
+struct mix_places {
+    uint32_t n_value, n_group; // of threads, of which each adds up some parts
+    size_t   factors, values, near, sums, end;
+
+    KVF_BOTH mix_places(const kvf_gpu_attend & a, uint32_t n_part) {
+        n_value = a.n_value();
+        n_group = n_value < MIX ? MIX / n_value : 1;
+        factors = 16;
+        values  = factors + GGML_PAD(n_part, 4) * sizeof(float); // by value
+        near    = values + n_value * sizeof(float);
+        sums    = near + n_value * sizeof(float); // [far, near][group][place]
+        end     = sums + 2 * n_group * n_value * sizeof(float);
+    }
 };
 
-// grid: heads; tokens
-static __global__ void __launch_bounds__(AT) kvf_mix(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries out,
-        const float * sinks, const int32_t * words, uint32_t tokens, uint32_t n_part, uint32_t n_value) {
-    const auto &   p = a.p;
-    const auto &   c = a.coding[1];
-    const uint32_t head = blockIdx.x, row = tokens + blockIdx.y, kv_head = head * p.n_head_kv / p.n_head, tid = threadIdx.x;
-    const int32_t  seq = words[p.ask.size() + row * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ];
-    if (seq < 0) { return; }
+// What parts have, relative to all of them. total: far, near
+static __device__ void mix_factors(const kvf_gpu_attend & a, const float * parts, uint32_t n_part, uint32_t n_far,
+        const float * sinks, uint32_t head, float * factors, float2 & total) {
+    const uint32_t size = a.part_size();
+    const float    sink = sinks ? LOG2E * sinks[head] : NOWHERE;
+    float          top = sink, far = 0, near = 0;
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < n_part; i += 32) {
+        top = fmaxf(top, parts[i * size]);
+    }
+    top = over_lanes(top, most);
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < n_part; i += 32) {
+        const float2 part   = *(const float2 *) (parts + i * size);
+        const float  factor = part.y > 0 ? exp2f(part.x - top) : 0;
+        factors[i]          = factor;
+        (i < n_far ? far : near) += part.y * factor;
+    }
+    far  = over_lanes(far, add<float>);
+    near = over_lanes(near, add<float>) + (sinks ? exp2f(sink - top) : 0);
+    if (threadIdx.x == 0) { total = {far, near}; }
+}
 
-    const float *  parts = a.parts + ((uint64_t) blockIdx.y * p.n_head + head) * n_part * (2 + c.width);
-    const uint32_t n_far = kvf_gpu_attend::n_far(n_part);
-    auto &         m     = shared<mix_memory>();
-    float * const  x     = &shared<float>(GGML_PAD(sizeof(m), 16));
-    if (tid < 32) { // a lane has two parts at most
-        const float sink = sinks ? LOG2E * sinks[head] : NOWHERE;
-        float       top = sink, far = 0, near = 0;
+// some parts' sums of a value, which are read before their factors are known
+struct mix_read {
+    static constexpr uint32_t MOST = 16;
+
+    float x[MOST];
+
+    __device__ mix_read(const float * parts, uint32_t size, uint32_t first, uint32_t each, uint32_t n) {
+#pragma unroll
+        for (uint32_t i = 0; i < MOST; ++i) {
+            const uint32_t part = first + i * each;
+            x[i]                = part < n ? parts[part * size] : 0;
+        }
+    }
+
+    __device__ void add(
+            const float * factors, uint32_t first, uint32_t each, uint32_t n, uint32_t n_far, float & far, float & near) {
+#pragma unroll
+        for (uint32_t i = 0; i < MOST; ++i) {
+            const uint32_t part = first + i * each;
+            const float    one  = part < n && factors[part] > 0 ? x[i] * factors[part] : 0; // the others are not set
+            (part < n_far ? far : near) += one;
+        }
+    }
+};
+
+// what groups have, as values in their order
+template <uint32_t BITS_V> static __device__ void mix_values(const mix_places & at, bool near) {
+    const float * sums = &shared<float>(at.sums);
 #pragma unroll 1
-        for (uint32_t i = tid; i < n_part; i += 32) {
-            top = fmaxf(top, parts[i * (2 + c.width)]);
+    for (uint32_t i = threadIdx.x; i < at.n_value * (near ? 2 : 1); i += MIX) {
+        const uint32_t kind = i / at.n_value, place = i % at.n_value;
+        float          sum = 0;
+#pragma unroll 4
+        for (uint32_t g = 0; g < at.n_group; ++g) {
+            sum += sums[(kind * at.n_group + g) * at.n_value + place];
         }
-        top = over_lanes(top, most);
-        uint32_t n = 0;
-#pragma unroll 1
-        for (uint32_t i = tid; i < n_part; i += 32) {
-            const float2 part   = *(const float2 *) (parts + i * (2 + c.width));
-            const float  factor = part.y > 0 ? exp2f(part.x - top) : 0;
-            m.factors[i]        = factor;
-            (i < n_far ? far : near) += part.y * factor;
-            if (i < n_far && factor > 0) { n = i + 1; }
-        }
-        n = over_lanes(n, [](uint32_t a, uint32_t b) { return max(a, b); });
-        far  = over_lanes(far, add<float>);
-        near = over_lanes(near, add<float>) + (sinks ? exp2f(sink - top) : 0);
-        if (tid == 0) {
-            m.far  = far;
-            m.near = near;
-            m.n    = n;
-        }
+        (&shared<float>(kind ? at.near : at.values))[kind ? value_near(place) : value_of<BITS_V>(place)] = sum;
     }
     __syncthreads();
-    const float far = m.far, near = m.near;
-    if (far <= 0) { return; } // the pool has all of it
+}
+
+// what the attention gives becomes that with the positions outside the pool; or, where all is ours, all of it. grid: heads;
+// tokens
+template <uint32_t BITS_V>
+static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries out,
+        const float * sinks, const int32_t * words, uint32_t tokens, uint32_t n_part, uint32_t n_value) {
+    const auto &   p    = a.p;
+    const auto &   c    = a.coding[1];
+    const uint32_t head = blockIdx.x, row = tokens + blockIdx.y, kv_head = head * p.n_head_kv / p.n_head, tid = threadIdx.x;
+    const asked    ask = {p, nullptr, words, false};
+    const int32_t  seq = words[p.ask.size() + row * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ];
+    const mix_places at(a, n_part);
+    if (seq < 0) { return; }
+
+    const float *  parts = a.parts + ((uint64_t) blockIdx.y * p.n_head + head) * n_part * a.part_size();
+    const uint32_t n_far = a.n_far(ask.blocks(seq) - kvf_gpu_ask::LEN_SEQ, n_part), n = a.whole ? n_part : n_far;
+    const uint32_t group = at.n_group > 1 ? tid / at.n_value : 0, each = at.n_group;
+    float2 &       total   = shared<float2>();
+    float *const   factors = &shared<float>(at.factors), *sums = &shared<float>(at.sums);
+    mix_read       first(parts + 2 + tid % at.n_value, a.part_size(), group, each, group < each ? n : 0);
+    if (tid < 32) { mix_factors(a, parts, n_part, n_far, sinks, head, factors, total); }
+    __syncthreads();
+    const float far = total.x, all = total.x + total.y;
+    if (far <= 0 && !a.whole) { return; } // the pool has all of it
 
 #pragma unroll 1
-    for (uint32_t e = tid; e < c.width; e += AT) {
-        float sum = 0;
-#pragma unroll 8
-        for (uint32_t i = 0; i < m.n; ++i) {
-            if (m.factors[i] > 0) { sum += parts[i * (2 + c.width) + 2 + e] * m.factors[i]; }
+    for (uint32_t place = tid; group < each && place < each * at.n_value; place += MIX) {
+        float sum[2] = {};
+#pragma unroll 1
+        for (uint32_t i = group; i < n; i += mix_read::MOST * each) {
+            if (place >= MIX || i > group) { first = {parts + 2 + place % at.n_value, a.part_size(), i, each, n}; }
+            first.add(factors, i, each, n, n_far, sum[0], sum[1]);
         }
-        x[e] = sum / far;
+        sums[place]                     = sum[0];
+        sums[each * at.n_value + place] = sum[1];
     }
-    hadamard_blocks(x, c.d, c.width, 1);
+    __syncthreads();
+    mix_values<BITS_V>(at, a.whole);
+    float * const x = &shared<float>(at.values);
+    if (tid < 32) { hadamard_powers(x, c.d); }
+    __syncthreads();
     const float * spread = a.codes[1][seq].spread + kv_head * c.d;
 #pragma unroll 1
-    for (uint32_t e = tid; e < c.d; e += AT) {
+    for (uint32_t e = tid; e < c.d; e += MIX) {
         x[e] *= sign_of(e) * (c.divided ? spread[e] : 1);
     }
     if (c.n_rot) { hadamard(x, c.width, 1, c.d / c.n_rot, c.n_rot); }
     __syncthreads();
-    const float share = far / (far + near);
-    float *     to    = (float *) (out.data + row * out.row + head * out.head);
+    float * to = (float *) (out.data + row * out.row + head * out.head);
 #pragma unroll 1
-    for (uint32_t e = tid; e < n_value; e += AT) {
-        to[e] = (1 - share) * to[e] + share * x[e];
+    for (uint32_t e = tid; e < n_value; e += MIX) {
+        const float near = a.whole ? (&shared<float>(at.near))[e] / all : to[e] * (total.y / all);
+        to[e]            = far > 0 ? near + x[e] / all : near;
     }
 }
 
@@ -270,14 +367,13 @@ static cudaStream_t forked(ggml_backend_cuda_context & ctx, const kvf_events & i
 
 static void attend(const kvf_gpu_attend & a, const ggml_tensor * q, const ggml_tensor * words, uint32_t first,
         uint32_t n_token, cudaStream_t stream) {
-    const uint32_t share = a.p.n_head / a.p.n_head_kv, n_row = a.n_row();
-    const dim3     grid(kvf_gpu_attend::n_part(q->ne[2]), a.p.n_head_kv * ((share + COLS - 1) / COLS), (n_token + n_row - 1) / n_row);
-    const auto     kernel = a.coding[0].n_bit == 4 ? attend_of<4>(a.coding[1].n_bit) : attend_of<2>(a.coding[1].n_bit);
+    const dim3 grid(a.n_part(q->ne[2]), a.p.n_head_kv * a.n_tile, (n_token + a.n_row - 1) / a.n_row);
+    const auto kernel = a.coding[0].n_bit == 4 ? attend_of<4>(a.coding[1].n_bit) : attend_of<2>(a.coding[1].n_bit);
     launch(kernel, grid, dim3(32 * a.n_warp), attend_places(a, a.n_warp).end, stream, false, a, queries(q),
             (const int32_t *) words->data, first, n_token);
 }
 
-// beside the attention; of many tokens a part at a time, by the next node
+// all of it; or, beside the attention to the pool, what is outside. of many tokens a part at a time, by the next node
 void kvf_attend_node(ggml_tensor * dst, void * on) {
     const auto &   a       = userdata<const kvf_gpu_attend>(dst);
     auto &         ctx     = *(ggml_backend_cuda_context *) on;
@@ -285,38 +381,44 @@ void kvf_attend_node(ggml_tensor * dst, void * on) {
     const uint32_t n_token = dst->src[1]->ne[2];
     if (n_token > kvf_gpu_attend::MOST_TOKEN) { return; }
 
+    if (a.whole) {
+        if (a.after) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.after)->done, 0)); }
+        return attend(a, dst->src[1], dst->src[2], 0, n_token, ctx.stream());
+    }
     const auto stream = forked(ctx, events);
     attend(a, dst->src[1], dst->src[2], 0, n_token, stream);
     CUDA_CHECK(cudaEventRecord(events.done, stream));
 }
 
 void kvf_mix_node(ggml_tensor * dst, void * on) {
-    const auto &          a   = userdata<const kvf_gpu_attend>(dst);
-    auto &                ctx = *(ggml_backend_cuda_context *) on;
-    const uint32_t        n_token = dst->ne[a.by_head ? 1 : 2];
-    const bool            many    = n_token > kvf_gpu_attend::MOST_TOKEN;
-    const kvf_gpu_queries out = {(const char *) dst->data, dst->nb[a.by_head ? 2 : 1], dst->nb[a.by_head ? 1 : 2]};
-    if (!many) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.events)->done, 0)); }
+    const auto &          a       = userdata<const kvf_gpu_attend>(dst);
+    auto &                ctx     = *(ggml_backend_cuda_context *) on;
+    const uint32_t        n_token = dst->ne[a.by_head ? 1 : 2], n_part = a.n_part(n_token);
+    const bool            many   = n_token > kvf_gpu_attend::MOST_TOKEN;
+    const kvf_gpu_queries out    = {(const char *) dst->data, dst->nb[a.by_head ? 2 : 1], dst->nb[a.by_head ? 1 : 2]};
+    const auto            kernel = a.coding[1].n_bit == 4 ? kvf_mix<4> : kvf_mix<2>;
+    const ggml_tensor *   words = dst->src[2], *q = dst->src[3], *sinks = dst->src[4];
+    if (!many && !a.whole) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.events)->done, 0)); }
     for (uint32_t first = 0; first < n_token; first += kvf_gpu_attend::MOST_TOKEN) {
         const uint32_t n = std::min(kvf_gpu_attend::MOST_TOKEN, n_token - first);
-        if (many) { attend(a, dst->src[3], dst->src[2], first, n, ctx.stream()); }
-        launch(kvf_mix, dim3(a.p.n_head, n), dim3(AT),
-                GGML_PAD(sizeof(mix_memory), 16) + sizeof(float) * a.coding[1].width, ctx.stream(), false, a, out,
-                dst->src[4] ? (const float *) dst->src[4]->data : nullptr, (const int32_t *) dst->src[2]->data, first,
-                kvf_gpu_attend::n_part(n_token), (uint32_t) dst->ne[0]);
+        if (many) { attend(a, q, words, first, n, ctx.stream()); }
+        launch(kernel, dim3(a.p.n_head, n), dim3(MIX), mix_places(a, n_part).end, ctx.stream(), false, a, out,
+                sinks ? (const float *) sinks->data : nullptr, (const int32_t *) words->data, first, n_part,
+                (uint32_t) dst->ne[0]);
     }
 }
 
 void kvf_late_node(ggml_tensor * dst, void * on) {
     const auto &   a       = userdata<const kvf_gpu_attend>(dst);
     auto &         ctx     = *(ggml_backend_cuda_context *) on;
+    const auto &   events  = *(const kvf_events *) a.events;
     const uint32_t n_token = dst->src[1]->ne[a.by_head ? 1 : 2];
-    // it ends before what the next layer has beside its attention, on the same stream. fewer blocks hold the nodes beside it up
-    // less
-    const auto     stream = a.late_beside ? forked(ctx, *(const kvf_events *) a.events) : ctx.stream();
+    // it ends before the next layer attends to its codes. fewer blocks hold the nodes beside it up less
+    const auto     stream = a.late_beside ? forked(ctx, events) : ctx.stream();
     const uint32_t n      = ggml_cuda_info().devices[ctx.device].nsm;
-    launch(kvf_late, dim3(a.late_beside ? (n + 3) / 4 : n), dim3(THREADS), shared_size(a.p), stream, true, a.p,
-            (const int32_t *) dst->src[2]->data, kvf_gpu_attend::n_part(n_token));
+    launch(kvf_late, dim3(a.late_beside ? (n + 7) / 8 : n), dim3(THREADS), shared_size(a.p), stream, true, a.p,
+            (const int32_t *) dst->src[2]->data, a.n_part(n_token));
+    if (a.late_beside && a.whole) { CUDA_CHECK(cudaEventRecord(events.done, stream)); }
 }
 
 void kvf_occupy_node(ggml_tensor * dst, void * on) {

@@ -13,13 +13,13 @@ namespace {
 
 // whether a graph has the nodes
 struct coarse_input : llm_graph_input_i {
-    explicit coarse_input(const kvf_fresh & fresh) : fresh(fresh), there(fresh.has_coarse()) {}
+    explicit coarse_input(const kvf_fresh & fresh) : fresh(fresh), there(fresh.has_coarse()), out(fresh.has_out()) {}
 
     void set_input(const llama_ubatch *) override {}
-    bool can_reuse(const llm_graph_params &) override { return there == fresh.has_coarse(); }
+    bool can_reuse(const llm_graph_params &) override { return there == fresh.has_coarse() && out == fresh.has_out(); }
 
     const kvf_fresh & fresh;
-    const bool        there;
+    const bool        there, out;
 };
 
 } // namespace

@@ -31,12 +31,24 @@ static __device__ uint32_t pick(uint32_t a, uint32_t b, uint32_t which) {
 #endif
 }
 
+// tables of levels, which stay in a thread's registers: a number that the compiler knows it makes anew for each use
+template <uint32_t N_BIT> struct level_tables {
+    uint32_t low, high;
+
+    __device__ level_tables() {
+        const uint32_t none = threadIdx.y; // of a row of threads: 0
+        low                 = (N_BIT == 2 ? 0x7a512e05 : 0x2720170a) + none;
+        high                = 0x524c4742 + none;
+    }
+};
+
 // Eight values of a position are a column. Their codes are the nibbles of a word, or of 2 bits in half of them; sub: which
 // half. The levels of four of them, looked up in registers
-template <uint32_t N_BIT> static __device__ uint32_t levels_of(uint32_t codes, uint32_t sub, uint32_t half) {
-    if (N_BIT == 2) { return pick(0x7a512e05, 0, (codes >> 2 * sub & 0x33333333) >> 16 * half); }
+template <uint32_t N_BIT>
+static __device__ uint32_t levels_of(const level_tables<N_BIT> & of, uint32_t codes, uint32_t sub, uint32_t half) {
+    if (N_BIT == 2) { return pick(of.low, 0, (codes >> 2 * sub & 0x33333333) >> 16 * half); }
     const uint32_t which = codes >> 16 * half; // those below 8, and the others
-    return pick(0x2720170a, 0x3d38332d, which) | pick(0x524c4742, 0x75685f58, which ^ 0x8888);
+    return pick(of.low, 0x3d38332d, which) | pick(of.high, 0x75685f58, which ^ 0x8888);
 }
 
 static __device__ float half_of(uint32_t both, uint32_t i) {
@@ -57,7 +69,8 @@ static __device__ __noinline__ float sign_of(uint32_t i) {
     return (x ^ x >> 31) & 1 ? 1.0f : -1.0f;
 }
 
-// Hadamard's matrix of 32*N values, by one warp: a lane has every 32nd. (sums of pairs in shared memory would wait for it 14 times)
+// Hadamard's matrix of 32*N values, by one warp: a lane has every 32nd. (sums of pairs in shared memory would wait for it 14
+// times)
 template <uint32_t N> static __device__ void hadamard_lanes(float * x) {
     const uint32_t lane = threadIdx.x % 32;
     float          own[N];
@@ -132,16 +145,26 @@ static __device__ __noinline__ void hadamard(float * x, uint32_t stride, uint32_
     __syncthreads();
 }
 
-// rows of d values, by blocks of powers of two
-static __device__ void hadamard_blocks(float * x, uint32_t d, uint32_t stride, uint32_t n_row) {
+// d values, by blocks of powers of two, by one warp
+static __device__ void hadamard_powers(float * x, uint32_t d) {
 #pragma unroll 1
-    for (uint32_t at = 0, rest = d; rest;) {
+    while (d) {
         uint32_t size = 1;
-        while (2 * size <= rest) {
+        while (2 * size <= d) {
             size *= 2;
         }
-        hadamard(x + at, stride, n_row, 1, size);
-        at += size;
-        rest -= size;
+        hadamard_row(x, size);
+        x += size;
+        d -= size;
     }
+}
+
+// rows of d values
+static __device__ void hadamard_blocks(float * x, uint32_t d, uint32_t stride, uint32_t n_row) {
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t row = threadIdx.x / 32; row < n_row; row += blockDim.x / 32) {
+        hadamard_powers(x + row * stride, d);
+    }
+    __syncthreads();
 }

@@ -1,70 +1,11 @@
 #pragma once
 
-// attention to the positions outside the pool, by their codes: a warp takes pieces of them, and has sums of its own until the end
+// attention to the positions outside the pool, by their codes: a warp takes pieces of them, and has sums of its own until
+// the end
 
-#include "kvflash-attend.cuh"
-
-// where a value's sum is among those of a query
-template <uint32_t N_BIT> static __device__ uint32_t place_of(uint32_t value) {
-    if (N_BIT == 2) {
-        const uint32_t word = value / 16, r = value % 16;
-        return word / 8 * AT_ONCE + (r % 4 * 2 + r / 8) * 16 + word % 8 + r % 8 / 4 * 8;
-    }
-    const uint32_t column = value / 8, r = value % 8;
-    return column / 16 * AT_ONCE + (r % 4 * 2 + r / 4) * 16 + column % 16;
-}
-
-// four bytes of each of four words, turned: the bytes that are in the same place
-static __device__ void turn(const uint32_t (&w)[4], uint32_t (&res)[4]) {
-    const uint32_t x = __byte_perm(w[0], w[1], 0x5140), y = __byte_perm(w[2], w[3], 0x5140);
-    const uint32_t z = __byte_perm(w[0], w[1], 0x7362), v = __byte_perm(w[2], w[3], 0x7362);
-    res[0] = __byte_perm(x, y, 0x5410);
-    res[1] = __byte_perm(x, y, 0x7632);
-    res[2] = __byte_perm(z, v, 0x5410);
-    res[3] = __byte_perm(z, v, 0x7632);
-}
-
-// Sums of values by the weights' bytes, of AT_ONCE values. codes: of a piece's first unit. res: [value of a column][row, column]
-template <uint32_t N_BIT>
-static __device__ void value_sums(
-        const kvf_gpu_coding & c, const uint8_t * codes, uint32_t first, const uint32_t * weights, int (&res)[8][4]) {
-    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, most = c.width * N_BIT / 32 - 1, size = unit_bytes(c);
-    const uint32_t word = first * N_BIT / 32 + g;
-#pragma unroll 1
-    for (uint32_t i = 0; i < PAIRS; ++i) {
-        const uint8_t * from = codes + 2 * i * size + t * 16;
-        const uint2     b    = {weights[g * LINE + i * 8 + t], weights[g * LINE + i * 8 + 4 + t]};
-        uint4           w[2][2]; // [unit][rows g, g + 8]
-#pragma unroll
-        for (uint32_t u = 0; u < 2; ++u) {
-            w[u][0] = *(const uint4 *) (from + u * size + min(word, most) * UNIT * 4);
-            if (N_BIT == 4) { w[u][1] = *(const uint4 *) (from + u * size + min(word + 8, most) * UNIT * 4); }
-        }
-#pragma unroll
-        for (uint32_t half = 0; half < 2; ++half) {
-            uint32_t lv[2][2][4];
-#pragma unroll
-            for (uint32_t u = 0; u < 2; ++u) {
-#pragma unroll
-                for (uint32_t r = 0; r < 2; ++r) {
-                    const uint4 &  x   = w[u][N_BIT == 4 ? r : 0];
-                    const uint32_t sub = N_BIT == 4 ? 0 : r;
-
-                    const uint32_t four[] = {levels_of<N_BIT>(x.x, sub, half), levels_of<N_BIT>(x.y, sub, half),
-                            levels_of<N_BIT>(x.z, sub, half), levels_of<N_BIT>(x.w, sub, half)};
-                    turn(four, lv[u][r]);
-                }
-            }
-#pragma unroll
-            for (uint32_t j = 0; j < 4; ++j) {
-                multiply(res[half * 4 + j], lv[0][0][j], lv[0][1][j], lv[1][0][j], lv[1][1][j], b);
-            }
-        }
-    }
-}
-
+#include "kvflash-words.cuh"
 // have some bytes come to the cache of the device, by a warp
-static __device__ __noinline__ void fetch_early(const void * at, uint32_t size) {
+static __device__ void fetch_early(const void * at, uint32_t size) {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x % 32 * 128; i < size; i += 32 * 128) {
 #ifdef __CUDA_ARCH__
@@ -91,19 +32,14 @@ struct far_sums {
 // the pieces of a warp
 struct far_range {
     uint32_t first, last;
-
-    // blocks that have some: as few as let no warp have more
-    static __device__ uint32_t n_block(const attend_places & at, const attend_task & task) {
-        const uint32_t n_piece = (task.n_unit + PIECE - 1) / PIECE, n = kvf_gpu_attend::n_far(task.n_part) * at.n_warp;
-        const uint32_t most    = at.n_warp * ((n_piece + n - 1) / n);
-        return (n_piece + most - 1) / most;
-    }
+    uint32_t segment; // of the block's last one
 
     __device__ far_range(const attend_places & at, const attend_task & task) {
-        const uint64_t n = (uint64_t) n_block(at, task) * at.n_warp, n_piece = (task.n_unit + PIECE - 1) / PIECE;
+        const uint32_t n = task.n_far * at.n_warp, n_piece = (task.n_unit + PIECE - 1) / PIECE;
         const uint32_t i = task.part * at.n_warp + threadIdx.x / 32;
-        first = n_piece * i / n;
-        last  = n_piece * (i + 1) / n;
+        first            = n_piece * i / n;
+        last             = n_piece * (i + 1) / n;
+        segment          = (n_piece * ((task.part + 1) * at.n_warp) / n - 1) * PIECE * UNIT / SEGMENT;
     }
 
     // what is needed soon
@@ -120,37 +56,38 @@ struct far_range {
     }
 };
 
+static __device__ __noinline__ float capped(float x, float cap) { return cap * tanhf(x / cap); }
+
 // over the lanes that have the same queries
 template <typename T, typename F> static __device__ T over_rows(T x, const F & f) { return over_lanes(x, f, 4, 16); }
 
 // the sums of values relative to the top, and with a segment's mean
 template <uint32_t N_BIT>
-static __device__ void add_mean(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, attend_memory & m,
-        far_sums & its) {
+static __device__ void add_mean(
+        const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, far_sums & its) {
     const auto &   c    = a.coding[1];
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t lane = threadIdx.x % 32, g = lane / 4;
     if (its.segment == ~0u) { return; }
+    float factor[2];
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-        if (lane < 4) {
-            m.by[warp][0][2 * lane + j] = exp2f(its.values_top[j] - its.top[j]);
-            m.by[warp][1][2 * lane + j] = its.about[j];
-        }
+        factor[j]         = exp2f(its.values_top[j] - its.top[j]);
         its.values_top[j] = its.top[j];
-        its.about[j]      = 0;
     }
-    __syncwarp();
-    const float * mean   = mean_of(c, a.codes[1][task.seq], its.segment * (SEGMENT / UNIT), task.head);
-    float * const values = &shared<float>(at.values) + warp * COLS * at.n_value;
+    const float *  mean   = mean_of(c, a.codes[1][task.seq], its.segment * (SEGMENT / UNIT), task.head);
+    float4 * const values = values_of(at, threadIdx.x / 32) + lane;
 #pragma unroll 2
-    for (uint32_t e = lane; e < c.width; e += 32) {
-        const float    one = mean[e];
-        const uint32_t to  = place_of<N_BIT>(e);
-        for (uint32_t j = 0; j < COLS; ++j) {
-            values[j * at.n_value + to] = values[j * at.n_value + to] * m.by[warp][0][j] + m.by[warp][1][j] * one;
-        }
+    for (uint32_t i = 0; i < at.n_value / 16; ++i) {
+        const uint32_t e = value_of<N_BIT>(i * 16 + g), f = value_of<N_BIT>(i * 16 + g + 8);
+        const float    x = e < c.width ? mean[e] : 0, y = f < c.width ? mean[f] : 0;
+        float4         all = values[i * 32];
+        all.x              = all.x * factor[0] + its.about[0] * x;
+        all.y              = all.y * factor[1] + its.about[1] * x;
+        all.z              = all.z * factor[0] + its.about[0] * y;
+        all.w              = all.w * factor[1] + its.about[1] * y;
+        values[i * 32]     = all;
     }
-    __syncwarp();
+    its.about[0] = its.about[1] = 0;
 }
 
 static __device__ void begin_segment(
@@ -159,101 +96,167 @@ static __device__ void begin_segment(
     const float *  mean = mean_of(c, a.codes[0][task.seq], segment * (SEGMENT / UNIT), task.head);
     const uint32_t lane = threadIdx.x % 32;
     its.segment         = segment;
-    if (segment == ~0u) { return; }
-    float base[COLS] = {};
+#pragma unroll 1
+    for (uint32_t j = task.from; j < task.end; ++j) {
+        const float * x    = &shared<float>(at.rotated) + j * c.width;
+        float         base = 0;
 #pragma unroll 4
-    for (uint32_t e = lane; e < c.width; e += 32) {
-        const float one = mean[e] * (LOG2E * a.p.scale);
-#pragma unroll
-        for (uint32_t j = 0; j < COLS; ++j) {
-            base[j] += shared<float>(at.rotated + (j * c.width + e) * sizeof(float)) * one;
+        for (uint32_t e = lane; e < c.width; e += 32) {
+            base += x[e] * mean[e];
         }
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < COLS; ++j) {
-        base[j] = over_lanes(base[j], add<float>);
-        if (lane % 4 == j / 2) { its.base[j % 2] = base[j]; }
+        base = over_lanes(base, add<float>) * (LOG2E * a.p.scale);
+        if (lane % 4 == j / 2) { // registers are not indexed
+            its.base[0] = j % 2 ? its.base[0] : base;
+            its.base[1] = j % 2 ? base : its.base[1];
+        }
     }
 }
 
-// Logits of a piece, [pair][position][query][lane]: the lane's units are 2*pair + g/4, of which it has positions 4*(g%4) on.
-// top: the largest of each query so far
+// Products of keys of a piece with queries, as logits, [pair][position][query][lane]: the lane's units are 2*pair + g/4, of
+// which it has positions 4*(g%4) on. top: the largest of each query so far
 template <uint32_t N_BIT>
-static __device__ void piece_logits(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
-        const attend_memory & m, const far_sums & its, float * x, float (&top)[2]) {
-    const auto &   c = a.coding[0];
-    const auto &   keys = a.codes[0][task.seq];
-    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const uint64_t slot = slot_of(c, u, task.head) + g / 4;
-    const float    cap  = LOG2E * a.p.cap;
-#pragma unroll 1
-    for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
-        const uint2 scales = *(const uint2 *) (keys.scales + (slot + 2 * i) * UNIT + g % 4 * 4);
-        int         products[4][2];
-        key_products<N_BIT>(c, keys.codes + (slot + 2 * i) * unit_bytes(c) + g % 4 * 16, &shared<uint2>(at.words), products);
-        const bool  is     = u + 2 * i + g / 4 < task.n_unit;
+static __device__ void piece_logits(const level_tables<N_BIT> & of, const kvf_gpu_attend & a, const attend_places & at,
+        const attend_task & task, uint32_t u, const attend_memory & m, const far_sums & its, float * x, float (&top)[2]) {
+    const auto &    c    = a.coding[0];
+    const auto &    keys = a.codes[0][task.seq];
+    const uint32_t  g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, n_step = attend_places::n_step(c), size = unit_bytes(c);
+    const uint64_t  slot = slot_of(c, u, task.head) + g / 4;
+    const float     cap = LOG2E * a.p.cap, unit[] = {m.unit[2 * t], m.unit[2 * t + 1]};
+    const int       from[] = {-m.middle[2 * t], -m.middle[2 * t + 1]};
+    const auto *    scales = keys.scales + slot * UNIT + g % 4 * 4;
+    const uint8_t * codes = keys.codes + slot * size + g % 4 * 16 + t * UNIT * 4; // words past a row meet queries of nothing
+    const uint2 *   queries = &shared<uint2>(at.words) + threadIdx.x % 32;
+    uint32_t        step    = 0;
+    int             one[4] = {from[0], from[1], from[0], from[1]}, two[4] = {from[0], from[1], from[0], from[1]};
+    // the next words: of the same pair of units, or of the next one
+    const auto go_on = [&] {
+        const bool same = step + STEPS < n_step;
+        codes += same ? STEPS * N_BIT * UNIT * 4 : 2 * size - (n_step - STEPS) * N_BIT * UNIT * 4;
+        scales += same ? 0 : 2 * UNIT;
+    };
+    const auto add = [&](const key_words<N_BIT> & words) {
+        words.add(of, queries + step * 32, one, two);
+        step += STEPS;
+        if (step < n_step) { return; }
+
+        step = 0;
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
-            const float unit = m.unit[2 * t + j], middle = m.middle[2 * t + j];
+            const int products[] = {one[j], one[2 + j], two[j], two[2 + j]};
+            float     y[4];
 #pragma unroll
             for (uint32_t e = 0; e < 4; ++e) {
-                const float scale = half_of(e < 2 ? scales.x : scales.y, e % 2) * unit;
-                float       y     = products[e][j] * scale + (its.base[j] - middle * scale);
-                if (cap > 0) { y = cap * tanhf(y / cap); }
-                y                   = is ? y : NOWHERE;
-                x[(2 * e + j) * 32] = y;
-                top[j]              = fmaxf(top[j], y);
+                y[e] = products[e] * (half_of(e < 2 ? words.scales.x : words.scales.y, e % 2) * unit[j]) + its.base[j];
+                one[2 * (e / 2) + j] = two[2 * (e / 2) + j] = from[j];
+            }
+            if (u + g / 4 >= task.n_unit) {
+#pragma unroll
+                for (uint32_t e = 0; e < 4; ++e) {
+                    y[e] = NOWHERE;
+                }
+            }
+#pragma unroll
+            for (uint32_t e = 0; e < 4; ++e) {
+                x[(2 * e + j) * 32] = y[e];
+                top[j]              = fmaxf(top[j], y[e]);
             }
         }
+        u += 2;
+        x += 8 * 32;
+    };
+    key_words<N_BIT> next;
+    next.read(codes, scales);
+#pragma unroll 1
+    for (uint32_t i = PAIRS * (n_step / STEPS); i > 0; --i) {
+        const key_words<N_BIT> words = next;
+        go_on();
+        if (i > 1) { next.read(codes, scales); }
+        add(words);
+    }
+    if (cap <= 0) { return; }
+    top[0] = its.top[0];
+    top[1] = its.top[1];
+#pragma unroll 1
+    for (uint32_t i = 0; i < LOGITS / 32; ++i) {
+        float & y = *(x -= 32);
+        if (y > NOWHERE) { y = capped(y, cap); }
+        top[0] = i % 2 ? fmaxf(top[0], y) : top[0]; // the last one is of the second query
+        top[1] = i % 2 ? top[1] : fmaxf(top[1], y);
     }
 }
 
-// Logits become weights times the scales of values; of units in the pool none. shares: where those of the lane's queries go, by
-// unit. largest: weight of each query; sum: of those outside the pool
-static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
-        const float (&top)[2], float * const (&shares)[2], float * x, float (&sum)[2], float (&largest)[2]) {
-    const auto &   c      = a.coding[1];
-    const uint32_t g      = threadIdx.x % 32 / 4, taken = shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> u % 32;
-    const auto *   scales = a.codes[1][task.seq].scales + (slot_of(c, u, task.head) + g / 4) * UNIT + g % 4 * 4;
-    uint2 next = *(const uint2 *) scales;
-#pragma unroll 1
-    for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
-        const uint32_t mine = 2 * i + g / 4;
-        const bool     open = !(taken >> mine & 1);
-        const uint2    its  = next;
-        if (i + 1 < PAIRS) { next = *(const uint2 *) (scales + 2 * (i + 1) * UNIT); }
+// of values, of the lane's positions in a pair of units
+struct value_scales {
+    const uint16_t * at;
+    uint2            next;
+
+    __device__ value_scales(const kvf_gpu_attend & a, const attend_task & task, uint32_t u) {
+        const uint32_t g = threadIdx.x % 32 / 4;
+        at               = a.codes[1][task.seq].scales + (slot_of(a.coding[1], u, task.head) + g / 4) * UNIT + g % 4 * 4;
+        read();
+    }
+
+    __device__ void read() {
+        next = read_scales(at);
+        at += 2 * UNIT;
+    }
+};
+
+// Logits become weights times the scales of values; of units in the pool none. shares: where those of the lane's queries go,
+// by unit. largest: weight of each query; sum: of those outside the pool
+static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
+        uint32_t u, const float (&top)[2], float * const (&shares)[2], value_scales scales, float * x, float (&sum)[2],
+        float (&largest)[2]) {
+    const uint32_t g      = threadIdx.x % 32 / 4;
+    uint32_t       taken  = shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> (u % 32 + g / 4);
+    const bool     second = threadIdx.x & 8; // lanes 4 and 8 further on have the same unit: two for each query
+    float * const  share  = second ? shares[1] : shares[0];
+    const auto     add    = [&](const uint2 & of) {
+        const bool  open    = !(taken & 1);
+        const uint2 its     = {open ? of.x : 0, open ? of.y : 0};
+        float       unit[2] = {};
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
-            float unit = 0;
 #pragma unroll
             for (uint32_t e = 0; e < 4; ++e) {
                 float &     to     = x[(2 * e + j) * 32];
                 const float weight = exp2f(to - top[j]); // there is a position: the top is one's
-                unit += weight;
-                to         = open ? weight * half_of(e < 2 ? its.x : its.y, e % 2) : 0;
+                unit[j] += weight;
+                to         = weight * half_of(e < 2 ? its.x : its.y, e % 2);
                 largest[j] = fmaxf(largest[j], to);
             }
-            sum[j] += open ? unit : 0;
-            if (!a.chooses) { continue; }
-            unit = over_lanes(unit, add<float>, 4, 8);
-            if (shares[j] && g % 4 == 0 && u + mine < task.n_unit) {
-                shares[j][u + mine] = unit > 0 ? top[j] + log2f(unit) : NOWHERE;
+            sum[j] += open ? unit[j] : 0;
+        }
+        if (a.chooses) {
+            float one = (second ? unit[1] : unit[0]) + __shfl_xor_sync(~0u, second ? unit[0] : unit[1], 8);
+            one += __shfl_xor_sync(~0u, one, 4);
+            if (share && g % 2 == 0 && u + g / 4 < task.n_unit) {
+                share[u + g / 4] = one > 0 ? (second ? top[1] : top[0]) + log2f(one) : NOWHERE;
             }
         }
+        u += 2;
+        taken >>= 2;
+        x += 8 * 32;
+    };
+#pragma unroll 1
+    for (uint32_t i = 1; i <= PAIRS; ++i) {
+        const uint2 its = scales.next;
+        if (i < PAIRS) { scales.read(); }
+        add(its);
     }
 }
 
 // weights as bytes, [query][position]. returns the sums of these, of the lane's queries
-static __device__ void piece_bytes(const float * x, const float (&largest)[2], uint32_t * weights, float (&sums)[2]) {
+static __device__ void piece_bytes(const float * x, const float (&largest)[2], uint32_t * weights, int (&sums)[2]) {
     const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    int            all[2] = {};
     float          to[2]; // with 1.5*2^23 added, the last byte of a number is what it was, rounded
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-        to[j] = largest[j] > 0 ? MOST_BYTE / largest[j] : 0;
+        to[j]   = largest[j] > 0 ? MOST_BYTE / largest[j] : 0;
+        sums[j] = 0;
     }
     __syncwarp();
-#pragma unroll 2
+#pragma unroll 1
     for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
@@ -265,31 +268,35 @@ static __device__ void piece_bytes(const float * x, const float (&largest)[2], u
             const uint32_t word =
                     __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
             weights[(2 * t + j) * LINE + i * 8 + g] = word;
-            all[j] = __dp4a((int) word, 0x01010101, all[j]);
+            sums[j]                                 = __dp4a((int) word, 0x01010101, sums[j]);
         }
     }
     __syncwarp();
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-        sums[j] = over_rows(all[j], add<int>);
+        sums[j] = over_rows(sums[j], add<int>);
     }
 }
 
 // a piece of the positions outside the pool
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
-        float * const (&shares)[2], const attend_memory & m, far_sums & its) {
-    const auto &   v = a.coding[1];
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float * const  x      = &shared<float>(at.logits) + warp * LOGITS + lane;
-    float          top[2] = {its.top[0], its.top[1]}, sum[2] = {}, largest[2] = {}, factor[2];
-    piece_logits<BITS_K>(a, at, task, u, m, its, x, top);
+        float * const (&shares)[2], const attend_memory & m, const level_tables<BITS_K> & of_k,
+        const level_tables<BITS_V> & of_v, far_sums & its) {
+    const auto &       v    = a.coding[1];
+    const uint32_t     warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint32_t * const   weights = &shared<uint32_t>(at.weights) + warp * COLS * LINE;
+    float * const      x       = &shared<float>(at.rows) + warp * LOGITS + lane;
+    float              top[2] = {its.top[0], its.top[1]}, sum[2] = {}, largest[2] = {}, factor[2], scale[2];
+    int                bytes[2];
+    const value_scales of_values(a, task, u);
+    piece_logits(of_k, a, at, task, u, m, its, x, top);
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
         top[j]    = over_rows(top[j], most);
         factor[j] = exp2f(its.top[j] - top[j]);
     }
-    piece_weights(a, at, task, u, top, shares, x, sum, largest);
+    piece_weights(a, at, task, u, top, shares, of_values, x, sum, largest);
     bool little = true;
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
@@ -304,29 +311,38 @@ static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_place
     its.little = !__any_sync(~0u, !little);
     if (its.little) { return; }
 
-    uint32_t * const weights = &shared<uint32_t>(at.weights) + warp * COLS * LINE;
-    float            bytes[2], scale[2];
+    value_sums<BITS_V> all(a, a.codes[1][task.seq].codes + slot_of(v, u, task.head) * unit_bytes(v));
     piece_bytes(x, largest, weights, bytes);
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-        scale[j]  = largest[j] / MOST_BYTE;
-        factor[j] = exp2f(its.values_top[j] - top[j]);
-        bytes[j] *= MIDDLE * scale[j];
+        scale[j]          = largest[j] / MOST_BYTE;
+        factor[j]         = exp2f(its.values_top[j] - top[j]);
+        bytes[j]          = -__float2int_rn(MIDDLE * bytes[j]);
         its.values_top[j] = top[j];
     }
-    float * const values = &shared<float>(at.values) + (warp * COLS + 2 * (lane % 4)) * at.n_value + lane / 4;
-    const auto *  codes  = a.codes[1][task.seq].codes + slot_of(v, u, task.head) * unit_bytes(v);
+    float4 * values = values_of(at, warp) + lane;
 #pragma unroll 1
-    for (uint32_t first = 0; first < v.width; first += AT_ONCE) {
-        int sums[8][4] = {};
-        value_sums<BITS_V>(v, codes, first, weights, sums);
+    for (uint32_t i = 0; i < all.n;) {
+        int sums[4][4];
 #pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) {
+        for (uint32_t j = 0; j < 4; ++j) {
 #pragma unroll
             for (uint32_t e = 0; e < 4; ++e) {
-                float & to = values[e % 2 * at.n_value + first + i * 16 + e / 2 * 8];
-                to         = to * factor[e % 2] + (sums[i][e] * scale[e % 2] - bytes[e % 2]);
+                sums[j][e] = bytes[e % 2];
             }
+        }
+#pragma unroll 1
+        do {
+            all.add(of_v, i, weights, sums);
+        } while (++i % PAIRS);
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j, values += 32) {
+            float4 to = *values;
+            to.x      = to.x * factor[0] + sums[j][0] * scale[0];
+            to.y      = to.y * factor[1] + sums[j][1] * scale[1];
+            to.z      = to.z * factor[0] + sums[j][2] * scale[0];
+            to.w      = to.w * factor[1] + sums[j][3] * scale[1];
+            *values   = to;
         }
     }
 }
@@ -334,8 +350,11 @@ static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_place
 // a warp's part of the positions outside the pool
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
-        const int32_t * tokens, const far_range & range, attend_memory & m, far_sums & its) {
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int32_t * tokens, const far_range & range, const attend_memory & m, far_sums & its) {
+    const uint32_t lane = threadIdx.x % 32;
+
+    const level_tables<BITS_K> of_k;
+    const level_tables<BITS_V> of_v;
 
     float * shares[2] = {};
 #pragma unroll
@@ -345,22 +364,20 @@ static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places 
         const int32_t asker = tokens[task.row_of(q) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::ASKER];
         if (asker >= 0) { shares[j] = a.p.lse + ((uint64_t) asker * a.p.n_head + task.head_of(q)) * a.p.ask.n_unit; }
     }
-#pragma unroll 4
-    for (uint32_t i = lane; i < COLS * at.n_value; i += 32) {
-        shared<float>(at.values + (warp * COLS * at.n_value + i) * sizeof(float)) = 0;
-    }
-    __syncwarp();
 #pragma unroll 1
-    for (uint32_t i = range.first; i <= range.last; ++i) {
-        const uint32_t segment = i < range.last ? i * PIECE * UNIT / SEGMENT : ~0u;
+    for (uint32_t i = range.first;; ++i) {
+        // in the end all warps have the same segment
+        const bool     is      = i < range.last;
+        const uint32_t segment = is ? i * PIECE * UNIT / SEGMENT : range.segment;
+        if (segment != its.segment) {
+            add_mean<BITS_V>(a, at, task, its);
+            if (is) { begin_segment(a, at, task, segment, its); }
+        }
+        if (!is) { break; }
         if (i + 1 < range.last) {
             fetch_early(a.coding[0], a.codes[0][task.seq], (i + 1) * PIECE, task.head);
             if (!its.little) { fetch_early(a.coding[1], a.codes[1][task.seq], (i + 1) * PIECE, task.head); }
         }
-        if (segment != its.segment) {
-            add_mean<BITS_V>(a, at, task, m, its);
-            begin_segment(a, at, task, segment, its);
-        }
-        if (i < range.last) { attend_piece<BITS_K, BITS_V>(a, at, task, i * PIECE, shares, m, its); }
+        attend_piece(a, at, task, i * PIECE, shares, m, of_k, of_v, its);
     }
 }

@@ -12,7 +12,7 @@
 
 kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
     n_chunk(llama_kvflash::n_chunk(kv)), n_cell(kv.get_size()), v_trans(llama_kvflash::v_trans(kv)), its(p),
-    sequences(p.n_seq) {
+    sequences(p.n_seq), kv(kv) {
     for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
         const auto info = llama_kvflash::layer(kv, i);
         const auto t    = llama_kvflash::tensors(kv, i);
@@ -58,6 +58,18 @@ bool kvf_fresh::has_coarse() const {
     const auto covered = [](const sequence & s) { return s.n > 0; };
     // memory for a graph is taken before anything is decoded: it is for one with these nodes
     return its.coarse_k && (!begun || std::any_of(sequences.begin(), sequences.end(), covered));
+}
+
+bool kvf_fresh::has_out() const {
+    for (size_t seq = 0; seq < sequences.size(); ++seq) {
+        const uint32_t n = sequences[seq].n;
+        if (n == 0) { continue; }
+        const auto & cells = llama_kvflash::cells(kv, seq);
+        const auto   is_in = [&](const auto & cell) { return cell.first < (llama_pos) n; };
+        const size_t after = std::distance(cells.rbegin(), std::find_if(cells.rbegin(), cells.rend(), is_in));
+        if (cells.size() - after < n) { return true; }
+    }
+    return false;
 }
 
 size_t kvf_fresh::size(uint32_t layer, uint32_t n) const {
@@ -201,7 +213,7 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
     }
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
         auto & s = of(ubatch.seq_id[i][0]);
-        if (!s.blocks.empty() || (its.coarse_k && s.n)) {
+        if (!s.blocks.empty() || has_coarse()) {
             s.tokens.push_back(i);
             s.pos.push_back(ubatch.pos[i]);
         }
@@ -215,10 +227,10 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         const auto common = std::move(s.common);
         s.common.assign(s.n_unit(), 0);
         s.cells.clear();
-        llama_kvflash::each_cell(kv, seq, [&](llama_pos pos, int32_t cell) {
+        for (const auto & [pos, cell] : llama_kvflash::cells(kv, seq)) {
             s.cells.emplace_back(pos, cell);
             if (pos < (llama_pos) s.n) { s.common[pos / UNIT] = 1; }
-        });
+        }
         const uint32_t n_out = std::count(s.common.begin(), s.common.end(), 0);
         s.n_fill             = std::min(n_out, n_slot(s));
 

@@ -206,6 +206,8 @@ struct kvf_fresh {
 
     // whether positions outside the pool are attended to by their codes
     bool has_coarse() const;
+    // whether there are some. else answers are the stock cache's, to the last bit
+    bool has_out() const;
     // bytes of the index, or the codes, of the first n positions in a layer
     size_t size(uint32_t layer, uint32_t n) const;
 
@@ -284,6 +286,8 @@ struct kvf_fresh {
 private:
     // which layers wait, once a ubatch is known
     void set_waits(bool ahead);
+
+    const llama_kv_cache & kv; // whose this is
 
     std::vector<int32_t> of_model; // the layer that it reads, by layer of the model; -1: none of these
 

@@ -117,10 +117,14 @@ void gpu_coarse::lay_out_codes() {
             }
         }
     }
+    kvf_gpu_attend widest  = {};
+    widest.coding[1].width = width;
+    widest.coding[1].n_bit = 2;
+
     at_coders             = in.take(n_layer * 2 * sizeof(kvf_gpu_coder));
     at_sums               = in.take((size_t) n_layer * 2 * n_sum * 2 * sizeof(double));
     at_chunks             = in.take((size_t) n_record * sizeof(void *));
-    const size_t at_parts = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * (2 + width) * sizeof(float));
+    const size_t at_parts = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * widest.part_size() * sizeof(float));
     coded                 = kvf_gpu_memory(buft, in.end, "codes of all positions", "`coarse` 2");
 
     for (uint32_t i = 0; i < fresh.n_layer_model(); ++i) {
@@ -201,6 +205,9 @@ void gpu_coarse::lay_out_attends() {
         if (i < 0 || !mine(i)) { continue; }
         auto & a = attends[il];
         a.p      = layers[i];
+        a.share  = a.p.n_head / a.p.n_head_kv;
+        a.n_tile = (a.share + kvf_gpu_attend::COLUMNS - 1) / kvf_gpu_attend::COLUMNS;
+        a.n_row  = std::max(1u, kvf_gpu_attend::COLUMNS / a.share);
         events.emplace_back(gpu.events(coded.at()), gpu.forget);
         a.events = events.back().get();
         for (uint32_t kind = 0; kind < 2; ++kind) {
@@ -208,9 +215,11 @@ void gpu_coarse::lay_out_attends() {
             a.coding[kind] = coding_of(c, kind == 0 || codes[0][i].all.size() == 1);
             a.codes[kind] += i * owns.size();
         }
-        a.block      = keys[i].block;
-        a.block_size = keys[i].block_size;
-        a.n_warp     = gpu.attend_warps(a, coded.at());
+        for (uint32_t kind = 0; kind < 2; ++kind) {
+            const auto type = (kind && fresh.layers[i].v ? fresh.layers[i].v : fresh.layers[i].k)->type;
+            a.rows[kind]    = {type, (uint32_t) ggml_blck_size(type), (uint32_t) ggml_type_size(type)};
+        }
+        a.n_warp = gpu.attend_warps(a, coded.at());
         if (a.n_warp == 0) {
             throw kvf_failure(KVF_E_UNSUPPORTED,
                     "this GPU cannot attend to codes: it is older than Turing, or its blocks have too little memory");
@@ -269,11 +278,13 @@ void gpu_coarse::begin_segments(
 
 // what is the same for many positions
 void gpu_coarse::upload_means(llama_seq_id seq, uint32_t layer, uint32_t kind, uint32_t first, uint32_t n) {
-    const auto &      from = codes[seq][layer].all[kind];
-    const auto &      to   = at[kind][layer][seq];
-    std::vector<char> spread(from.spread_size());
-    from.get_spread(spread.data());
-    gpu.upload(coded.at(to.spread), spread.data(), spread.size());
+    const auto & from = codes[seq][layer].all[kind];
+    const auto & to   = at[kind][layer][seq];
+    if (first == 0) { // what rows are divided by is known from then on
+        std::vector<char> spread(from.spread_size());
+        from.get_spread(spread.data());
+        gpu.upload(coded.at(to.spread), spread.data(), spread.size());
+    }
     gpu.upload(coded.at(to.means + first * from.mean_size()), from.mean(first, 0), n * from.mean_size());
 }
 
@@ -317,7 +328,7 @@ void gpu_coarse::add_tokens(std::vector<int32_t> & ask, uint32_t n_token) const 
     std::vector<int32_t> tokens(n_token * A::LEN_TOKEN, -1);
     for (size_t seq = 0; seq < fresh.sequences.size(); ++seq) {
         const auto & s = fresh.sequences[seq];
-        for (size_t i = 0; i < s.tokens.size() && s.n > 0; ++i) {
+        for (size_t i = 0; i < s.tokens.size(); ++i) {
             int32_t * to = tokens.data() + s.tokens[i] * A::LEN_TOKEN;
             to[A::SEQ]   = seq;
             to[A::POS]   = s.pos[i];
@@ -343,7 +354,17 @@ void gpu_coarse::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * 
     }
     at.p.scale = scale;
     at.chooses = chooses;
+    at.whole   = false; // until the library's attention is known
     attend     = add(ctx, gf, "attend", il, gpu.attend, &at, {q, words});
+}
+
+// whether its own kernels attend to the pool, in place of the library's attention
+static bool is_whole(const kvf_gpu_attend & a, const ggml_tensor * cur) {
+    const auto fits = [](int32_t type) { // halves have what it has
+        return type != GGML_TYPE_F32 && type != GGML_TYPE_BF16;
+    };
+    return cur->op == GGML_OP_FLASH_ATTN_EXT && cur->ne[2] <= kvf_gpu_attend::MOST_WHOLE && fits(a.rows[0].type) &&
+           fits(a.rows[1].type);
 }
 
 ggml_tensor * gpu_coarse::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float, ggml_tensor * cur,
@@ -351,18 +372,31 @@ ggml_tensor * gpu_coarse::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tenso
     if (!fresh.has_coarse()) { return cur; }
 
     auto & at = attends[il];
-    ggml_build_forward_expand(gf, cur);
+    at.whole  = fresh.has_out() && is_whole(at, cur);
+    if (!at.whole) { ggml_build_forward_expand(gf, cur); }
     if (!kvf_computes_since(beside(), gf, attend)) {
         throw kvf_failure(KVF_E_UNSUPPORTED, "the attention is computed on another device than that of its KV cache");
     }
     // what runs beside other nodes has to be over when the device gives the graph to another one
     at.by_head     = by_head;
     at.late_beside = false; // until there is a node that waits for it
-    if (late) { late_of->late_beside = kvf_computes_since(beside(), gf, late); }
+    at.after       = nullptr;
+    if (late) {
+        late_of->late_beside = kvf_computes_since(beside(), gf, late);
+        if (late_of->late_beside) { at.after = late_of->events; }
+    }
 
     std::vector<ggml_tensor *> args = {attend, words, q}; // queries last until then
     if (sinks) { args.push_back(sinks); }
-    auto * res = ggml_custom_inplace(ctx, cur, args.data(), args.size(), (ggml_custom_op_t) gpu.mix, kvf_gpu::LAUNCHES, &at);
+    const auto    node = (ggml_custom_op_t) gpu.mix;
+    ggml_tensor * res;
+    if (at.whole) {
+        args.insert(args.begin(), cur->src[3]); // the mask: what fills it begins a ubatch
+        res = ggml_custom_4d(ctx, cur->type, cur->ne[0], cur->ne[1], cur->ne[2], cur->ne[3], args.data(), args.size(), node,
+                kvf_gpu::LAUNCHES, &at);
+    } else {
+        res = ggml_custom_inplace(ctx, cur, args.data(), args.size(), node, kvf_gpu::LAUNCHES, &at);
+    }
     ggml_format_name(res, "fresh_mix-%d", il);
     if (at.chooses) {
         late    = add(ctx, gf, "late", il, gpu.choose_late, &at, {res, words});

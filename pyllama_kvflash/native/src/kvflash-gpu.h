@@ -192,33 +192,54 @@ struct kvf_gpu_sampled {
 // attention by codes. a part is what some blocks of positions give a query: the largest logit, the sum of the weights
 // relative to it, and the values by these weights
 struct kvf_gpu_attend {
-    static constexpr uint32_t COLUMNS = 8; // queries that share a pass over the codes
-    enum { SEQ, POS, ASKER, LEN_TOKEN };   // of each token, after the ask. SEQ: -1: nothing is outside
-    static constexpr uint32_t MOST_PART = 64, MOST_ROW_PART = 1024; // of a query, and of all tokens
-    static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 2;       // at once
+    static constexpr uint32_t COLUMNS = 8;      // queries that share a pass over the codes
+    enum { SEQ, POS, ASKER, LEN_TOKEN };        // of each token, after the ask. SEQ: -1: nothing is outside
+    static constexpr uint32_t MOST_BLOCK = 528; // which attend
+    static constexpr uint32_t MOST_PART = 128, MOST_ROW_PART = 1024; // of a query, and of all tokens
+    static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 2;        // at once
+    static constexpr uint32_t MOST_WHOLE = 16; // tokens of a batch, for which the pool is attended to here
+    static constexpr uint32_t AT_ONCE    = 64; // values of a head that are summed at once
 
-    kvf_gpu_layer         p; // the pool, and how the layer chooses
+    kvf_gpu_layer         p;                    // the pool, and how the layer chooses
+    uint32_t              share, n_tile, n_row; // queries of a head of keys; passes that these take; tokens in a pass
     kvf_gpu_coding        coding[2];
-    const kvf_gpu_codes * codes[2];          // of keys and of values, of each sequence
-    float *               parts;             // scratch: [token][n_head][n_part][2 + width], MOST_ROW_PART in all
-    uint32_t              block, block_size; // of the pool's keys: values that are quantised together, and their bytes
-    uint32_t              n_warp;            // of a block
-    bool                  chooses, by_head;
-    void *                events;      // see `events` below
-    bool                  late_beside; // what it chooses is chosen beside the nodes that come then
+    const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
+    float *               parts;    // scratch: [token][n_head][n_part][part_size()], MOST_ROW_PART in all
+    struct {
+        int32_t  type;        // of the pool's keys, and of its values
+        uint32_t block, size; // values that are quantised together, and their bytes
+    } rows[2];
+    uint32_t n_warp; // of a block
+    bool     chooses, by_head;
+    bool     whole;       // the pool is attended to, too, in place of the library's attention
+    void *   events;      // see `events` below
+    bool     late_beside; // what it chooses is chosen beside the nodes that come then
+    void *   after;       // events of such a layer before this one; null: there is none
 
-    // whose queries are in a pass
-    KVF_BOTH uint32_t n_row() const {
-        const uint32_t share = p.n_head / p.n_head_kv;
-        return share < COLUMNS ? COLUMNS / share : 1;
+    // sums of a query, and floats of a part with them
+    KVF_BOTH uint32_t n_value() const { // of whole words
+        const uint32_t each = AT_ONCE * 4 / coding[1].n_bit;
+        return (coding[1].width + each - 1) / each * each;
     }
+    KVF_BOTH uint32_t part_size() const { return 2 + n_value(); }
 
-    // of a batch of so many. the last quarter is of the pool
-    static KVF_BOTH uint32_t n_part(uint32_t n_token) {
-        const uint32_t n = MOST_ROW_PART / (n_token < MOST_TOKEN ? n_token : MOST_TOKEN);
+    // of a batch of so many
+    KVF_BOTH uint32_t n_part(uint32_t n_token) const {
+        const uint32_t n_block = MOST_BLOCK / (p.n_head_kv * n_tile);
+        const uint32_t room    = MOST_ROW_PART / (n_token < MOST_TOKEN ? n_token : MOST_TOKEN);
+        const uint32_t n       = n_block < room ? n_block : room;
         return n < 2 ? 2 : n > MOST_PART ? MOST_PART : n;
     }
-    static KVF_BOTH uint32_t n_far(uint32_t n_part) { return n_part - (n_part + 3) / 4; }
+    // of these, what positions outside the pool have, by their codes: no more than have them done in the same time. its: of
+    // a sequence's ask. CELLS: of the pool that take as long as codes of 128 positions
+    KVF_BOTH uint32_t n_far(const int32_t * its, uint32_t n_part) const {
+        const uint32_t cells = whole ? 48 : 96, far = (its[kvf_gpu_ask::N_UNIT] + 7) / 8;
+        const uint32_t near = 1 + (its[kvf_gpu_ask::N_COMMON] * p.n_chunk + its[kvf_gpu_ask::N_FILL] * 16) / cells;
+        uint32_t       n    = (far * n_part + (far + near) / 2) / (far + near);
+        n                   = n < 1 ? 1 : n >= n_part ? n_part - 1 : n;
+        const uint32_t most = (far + n * n_warp - 1) / (n * n_warp); // of a warp
+        return far == 0 ? 0 : (far + most * n_warp - 1) / (most * n_warp);
+    }
 };
 
 // layers of which slots may be free

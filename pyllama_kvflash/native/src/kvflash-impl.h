@@ -357,12 +357,8 @@ struct llama_kvflash {
     // after the mask of a ubatch was made: its tokens see the guests of their sequences, too (kvflash-fresh.h)
     static void        show_guests(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch);
     static kvf_fresh * fresh(const llama_kv_cache & kv) { return kv.pool_fresh.get(); }
-    // each cell of a sequence that is in use, in the order of positions
-    template <typename F> static void each_cell(const llama_kv_cache & kv, llama_seq_id seq, const F & f) {
-        for (const auto & [pos, cell] : kv.v_cells[0].seq_pos_get(seq)) {
-            f(pos, cell);
-        }
-    }
+    // positions of a sequence and the cells in which they are, in this order
+    static const auto & cells(const llama_kv_cache & kv, llama_seq_id seq) { return kv.v_cells[0].seq_pos_get(seq); }
 
     // write the heads of the records of positions [pos, pos + n)
     static void write_heads(

@@ -1,107 +1,329 @@
 #pragma once
 
-// what the attention to the pool sums: its keys as they are, for one softmax with the positions outside it
+// the attention to the pool: its rows as they are, on tensor cores as halves. Where llama.cpp's own attention has the
+// values, only what it sums
 
 #include "kvflash-far.cuh"
 
-// eight values of a row in shared memory, from i on, of which n are there
-static __device__ void read_eight(int32_t type, const char * row, uint32_t i, uint32_t n, float (&res)[8]) {
-    if (type == GGML_TYPE_Q8_0 && i % 8 == 0) {
-        const auto & b     = ((const block_q8_0 *) row)[i / 32];
-        const float  scale = __half2float(b.d);
-#pragma unroll
-        for (uint32_t e = 0; e < 8; ++e) {
-            res[e] = scale * b.qs[i % 32 + e];
+//
+// rows
+//
+
+// of 16 cells
+struct pool_cells {
+    uint32_t cell, n; // where the first one is; those that are
+    int32_t  pos;     // of the first one; -1: they are before all tokens
+    bool     is;      // of n_all sixteens, the i-th
+
+    __device__ pool_cells(const kvf_gpu_layer & p, const asked & ask, const attend_task & task, uint32_t i, uint32_t n_all) {
+        is = i < n_all;
+        if (!is) { return; }
+        const uint32_t n_first = p.n_chunk / UNIT, n_common = task.n_common * n_first;
+        if (i < n_common) {
+            const int32_t * c = ask.common(task.seq) + i / n_first * kvf_gpu_ask::LEN_COMMON;
+            const uint32_t  e = i % n_first * UNIT;
+            n                 = min(UNIT, max(c[kvf_gpu_ask::N], (int32_t) e) - e);
+            cell              = c[kvf_gpu_ask::CELL] + (n ? e : 0);
+            pos               = c[kvf_gpu_ask::FIRST] + e;
+            return;
         }
-        return;
+        const uint32_t slot = i - n_common;
+        cell                = ask.blocks(task.seq)[slot / n_first] * p.n_chunk + slot % n_first * UNIT;
+        pos                 = -1;
+        n                   = UNIT;
     }
+};
+
+// bytes, by a warp, which has them after as many calls of copied(). n: a multiple of SIZE
+template <uint32_t SIZE> static __device__ void copy_piece(uint32_t to, const char * src) {
+    char * const dst = &shared<char>(to);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile(
+            "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((uint32_t) __cvta_generic_to_shared(dst)), "l"(src), "n"(SIZE)
+            : "memory");
+#else
+    memcpy(dst, src, SIZE);
+#endif
+}
+
+static __device__ void copies_begun() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// all copies, but for those after the last n times that they begun
+template <uint32_t N> static __device__ void copied() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+    __syncwarp();
+}
+
+// a head's bytes of the rows of some cells: of keys, or of values
+struct pool_rows {
+    int32_t      type;
+    const char * from;
+    uint64_t     stride;
+    uint32_t     n, size;    // bytes; those that are copied at once, 1: nothing is aligned
+    uint32_t     shift;      // where those of the head begin
+    uint32_t     first;      // and its first value among these
+    uint32_t     at, room;   // of the warp, in shared memory; from row to row
+    uint32_t     row, i;     // of the lane's first piece: its row, and which one of that
+    uint32_t     more, rest; // from piece to piece of a lane
+
+    __device__ pool_rows(const kvf_gpu_attend & a, const attend_places & places, uint32_t head, bool values) {
+        const auto &   r     = a.rows[values];
+        const auto &   c     = a.coding[values];
+        const uint32_t begin = head * c.d / r.block * r.size, end = ((head + 1) * c.d + r.block - 1) / r.block * r.size;
+        type   = r.type;
+        stride = values ? a.p.v.size / UNIT : a.p.row_size;
+        from   = values ? a.p.v.data : a.p.k.data;
+        first  = head * c.d - begin / r.size * r.block;
+        room   = places.room[values];
+        at     = places.rows + threadIdx.x / 32 * UNIT * (places.room[0] + places.room[1]) + values * UNIT * places.room[0];
+
+        const uint64_t all = (uint64_t) from | stride;
+        uint32_t       low = begin, high = end; // as much more as is aligned
+        size = 16;
+        if (all % 16 == 0 && GGML_PAD(end, 16) <= stride) {
+            low  = begin / 16 * 16;
+            high = GGML_PAD(end, 16);
+        } else {
+            while (size > 1 && (all | begin | end) % size) {
+                size /= 2;
+            }
+            if (size < 4) { size = 1; }
+        }
+        from += low;
+        n     = high - low;
+        shift = begin - low;
+
+        const uint32_t n_piece = n / size, lane = threadIdx.x % 32;
+        row  = lane / n_piece;
+        i    = lane % n_piece;
+        more = 32 / n_piece;
+        rest = 32 % n_piece;
+    }
+
+    template <uint32_t SIZE> __device__ void copy_all(const char * its, uint32_t last) const {
+        const uint32_t n_piece = n / SIZE;
+        uint32_t       row = this->row, i = this->i;
+#pragma unroll 2
+        while (row < UNIT) {
+            copy_piece<SIZE>(at + row * room + i * SIZE, its + min(row, last) * stride + i * SIZE);
+            i += rest;
+            row += more + (i >= n_piece);
+            i -= i >= n_piece ? n_piece : 0;
+        }
+    }
+
+    // of cells that are not, those of another one
+    __device__ void copy(const pool_cells & cells) const {
+        const char *   its  = from + cells.cell * stride;
+        const uint32_t last = max(cells.n, 1u) - 1;
+        __syncwarp();
+        switch (size) {
+            case 16: return copy_all<16>(its, last);
+            case 8: return copy_all<8>(its, last);
+            case 4: return copy_all<4>(its, last);
+        }
 #pragma unroll 1
-    for (uint32_t e = 0; e < 8; ++e) {
-        const float value = e < n ? key_value(type, row, i + e) : 0;
-#pragma unroll
-        for (uint32_t j = 0; j < 8; ++j) { // registers are not indexed
-            if (j == e) { res[j] = value; }
+        for (uint32_t i = threadIdx.x % 32; i < UNIT * n; i += 32) {
+            shared<char>(at + i / n * room + i % n) = its[min(i / n, last) * stride + i % n];
         }
     }
-}
 
-// the i-th eight cells of the pool, of which the lane has one: where it is; its position, -1: before all tokens; whether it is
-static __device__ uint32_t pool_cell(
-        const kvf_gpu_layer & p, const asked & ask, const attend_task & task, uint32_t i, int32_t & pos, bool & is) {
-    const uint32_t g = threadIdx.x % 32 / 4, n_first = p.n_chunk / CELLS, n_slot = p.n_chunk / UNIT;
-    const uint32_t n_common = task.n_common * n_first;
-    is  = true;
-    pos = -1;
-    if (i < n_common) {
-        const int32_t * c = ask.common(task.seq) + i / n_first * kvf_gpu_ask::LEN_COMMON;
-        const int32_t   e = i % n_first * CELLS + g;
-        is                = e < c[kvf_gpu_ask::N];
-        pos               = c[kvf_gpu_ask::FIRST] + e;
-        return c[kvf_gpu_ask::CELL] + (is ? e : 0);
+    // four values of a row as halves, from i on, of n
+    template <int32_t TYPE> __device__ uint2 four(uint32_t row, uint32_t i, uint32_t n) const {
+        const uint32_t its = at + row * room + shift;
+        if (TYPE == GGML_TYPE_F16) { return shared<uint2>(its + 2 * i); }
+        if (TYPE == GGML_TYPE_Q8_0) {
+            const auto &   b     = shared<block_q8_0>(its + i / 32 * sizeof(block_q8_0));
+            const auto *   two   = (const uint16_t *) (b.qs + i % 32);
+            const uint32_t bytes = (two[0] | (uint32_t) two[1] << 16) ^ 0x80808080;
+            const half2    scale = __half2half2(b.d);
+            return {scaled(__byte_perm(bytes, 0x64646464, 0x4140), scale),
+                    scaled(__byte_perm(bytes, 0x64646464, 0x4342), scale)};
+        }
+        return any_four(type, &shared<char>(its), first + i, i < n ? n - i : 0);
     }
-    const uint32_t slot = (i - n_common) / (UNIT / CELLS);
-    return ask.blocks(task.seq)[slot / n_slot] * p.n_chunk + slot % n_slot * UNIT + (i - n_common) % (UNIT / CELLS) * CELLS + g;
+
+    // two bytes of 1024 and 128 more
+    static __device__ uint32_t scaled(uint32_t bytes, half2 scale) {
+        half2    x;
+        uint32_t res;
+        memcpy(&x, &bytes, sizeof(x));
+        x = __hmul2(__hsub2(x, __floats2half2_rn(1152, 1152)), scale);
+        memcpy(&res, &x, sizeof(res));
+        return res;
+    }
+
+    static __device__ __noinline__ uint2 any_four(int32_t type, const char * row, uint32_t i, uint32_t n) {
+        float x[4];
+#pragma unroll
+        for (uint32_t e = 0; e < 4; ++e) {
+            x[e] = e < n ? key_value(type, row, i + e) : 0;
+        }
+        return {halves(x[0], x[1]), halves(x[2], x[3])};
+    }
+
+    // TYPE of four(): that of the cache where a head's four values lie as they are read there
+    template <typename F> __device__ void with_type(uint32_t d, const F & f) const {
+        if (d % 16 == 0 && first == 0 && shift % 8 == 0 && type == GGML_TYPE_F16) {
+            f(std::integral_constant<int32_t, GGML_TYPE_F16>());
+        } else if (d % 16 == 0 && first == 0 && type == GGML_TYPE_Q8_0) {
+            f(std::integral_constant<int32_t, GGML_TYPE_Q8_0>());
+        } else {
+            f(std::integral_constant<int32_t, GGML_TYPE_COUNT>());
+        }
+    }
+};
+
+//
+// attention
+//
+
+// the queries as halves, scaled, of four values of a column a lane, [16 values][lane]
+static __device__ void plain_queries(
+        const kvf_gpu_attend & a, const attend_task & task, const kvf_gpu_queries & q, uint2 * to) {
+    const uint32_t d = a.coding[0].d;
+#pragma unroll 2
+    for (uint32_t i = threadIdx.x; i < (d + 15) / 16 * 32; i += blockDim.x) {
+        const uint32_t j = i % 32 / 4, first = i / 32 * 16 + i % 4 * 4;
+        float          x[4];
+#pragma unroll
+        for (uint32_t e = 0; e < 4; ++e) {
+            x[e] = task.has(j) && first + e < d ? query_of(q, task.row_of(j), task.head_of(j), first + e) * a.p.scale : 0;
+        }
+        to[i] = {halves(x[0], x[1]), halves(x[2], x[3])};
+    }
+    __syncthreads();
 }
 
-// The keys as they are: what is common up to each row's token, and the guests. A warp takes some cells, four lanes each
+// logits of base 2 of rows g and g + 8, each of queries 2*t and 2*t + 1
+static __device__ void cell_logits(const kvf_gpu_layer & p, const pool_rows & rows, const uint2 * queries, float (&res)[4]) {
+    const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    rows.with_type(p.d, [&](auto type) {
+#pragma unroll 2
+        for (uint32_t i = 0; i < (p.d + 15) / 16; ++i) {
+            const uint2 a = rows.four<type>(g, i * 16 + t * 4, p.d), b = rows.four<type>(g + 8, i * 16 + t * 4, p.d);
+            multiply(res, a.x, b.x, a.y, b.y, queries[i * 32 + lane]);
+        }
+    });
+#pragma unroll
+    for (uint32_t e = 0; e < 4; ++e) {
+        res[e] *= LOG2E;
+        if (p.cap > 0) { res[e] = capped(res[e], LOG2E * p.cap); }
+    }
+}
+
+// The sums of values by weights. A lane has cells t, t + 4, ... of 16: of each the values 4*g on of 32, which are rows g and
+// g + 8 of two products. weights: [query][t][cell]
+static __device__ void cell_values(
+        uint32_t d, const pool_rows & rows, const uint2 * weights, const float (&factor)[2], float4 * values) {
+    const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint2    b   = weights[lane];
+    const auto     add = [&](float4 & to, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+        const float4 old  = to;
+        float        d[4] = {old.x * factor[0], old.y * factor[1], old.z * factor[0], old.w * factor[1]};
+        multiply(d, a0, a1, a2, a3, b);
+        to = {d[0], d[1], d[2], d[3]};
+    };
+    rows.with_type(d, [&](auto type) {
+#pragma unroll 1
+        for (uint32_t i = 0; i < (d + 31) / 32; ++i) {
+            uint2 x[4];
+#pragma unroll
+            for (uint32_t c = 0; c < 4; ++c) {
+                x[c] = rows.four<type>(4 * c + t, min(i * 32 + g * 4, (d + 3) / 4 * 4 - 4), d);
+            }
+            add(values[i * 64], __byte_perm(x[0].x, x[1].x, 0x5410), __byte_perm(x[0].x, x[1].x, 0x7632),
+                    __byte_perm(x[2].x, x[3].x, 0x5410), __byte_perm(x[2].x, x[3].x, 0x7632));
+            add(values[i * 64 + 32], __byte_perm(x[0].y, x[1].y, 0x5410), __byte_perm(x[0].y, x[1].y, 0x7632),
+                    __byte_perm(x[2].y, x[3].y, 0x5410), __byte_perm(x[2].y, x[3].y, 0x7632));
+        }
+    });
+}
+
+// Logits of cells become weights. pos: of the lane's queries
+static __device__ void cell_weights(const pool_cells & cells, const int32_t (&pos)[2], float (&y)[4], uint16_t * weights,
+        float (&factor)[2], far_sums & its) {
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j) {
+        float top = its.top[j], sum = 0;
+#pragma unroll
+        for (uint32_t e = j; e < 4; e += 2) {
+            const uint32_t row = g + e / 2 * 8;
+            const bool     is  = row < cells.n && (cells.pos < 0 ? pos[j] > -2 : cells.pos + (int32_t) row <= pos[j]);
+            if (!is) { y[e] = NOWHERE; }
+            top = fmaxf(top, y[e]);
+        }
+        top       = over_rows(top, most);
+        factor[j] = exp2f(its.top[j] - top);
+#pragma unroll
+        for (uint32_t e = j; e < 4; e += 2) {
+            const uint32_t row    = g + e / 2 * 8;
+            const float    weight = y[e] > NOWHERE ? exp2f(y[e] - top) : 0;
+            sum += weight;
+            weights[(2 * t + j) * UNIT + row % 4 * 4 + row / 4] = halves(weight, 0);
+        }
+        its.sum[j] = its.sum[j] * factor[j] + sum;
+        its.top[j] = top;
+    }
+    __syncwarp();
+}
+
+// The pool: what is common up to each row's token, and the guests. A warp takes 16 cells at a time, while the next ones come
 static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places & at, const asked & ask,
         const attend_task & task, const int32_t * tokens, far_sums & its) {
-    const auto &   p       = a.p;
-    const float *  queries = &shared<float>(at.values);
-    const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, room = at.row_room(a);
-    const uint32_t n_far = kvf_gpu_attend::n_far(task.n_part), n_warp = (task.n_part - n_far) * at.n_warp;
-    const uint32_t n_all = (task.n_common * p.n_chunk + task.n_fill * UNIT) / CELLS;
-    char * const   row   = &shared<char>(at.rows) + (warp * CELLS + g) * room;
+    const auto &    p    = a.p;
+    const uint32_t  warp = threadIdx.x / 32, n_warp = (task.n_part - task.n_far) * at.n_warp;
+    const uint32_t  first = (task.part - task.n_far) * at.n_warp + warp;
+    const uint32_t  n_all = task.n_common * (p.n_chunk / UNIT) + task.n_fill;
+    const bool      apart = p.v.n_run > 0; // keys are not values, too
+    const pool_rows keys(a, at, task.head, false);
+    pool_rows       values(a, at, task.head, true);
+    if (!apart) { values = keys; }
+    uint16_t * const weights = &shared<uint16_t>(at.weights + warp * COLS * LINE * sizeof(uint32_t));
 
-    const kvf_gpu_keys shape = {p.type_k, p.n_head_kv, p.d, a.block, a.block_size, 0, 0, nullptr};
-    uint32_t           n_byte;
-    const uint32_t     from = piece_of(shape, task.head, n_byte), first = task.head * p.d - from / a.block_size * a.block;
-    int32_t            pos[2];
-    sum_of_powers      all[2];
+    int32_t pos[2];
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-        const uint32_t q = 2 * t + j;
+        const uint32_t q = 2 * (threadIdx.x % 4) + j;
         pos[j]           = task.has(q) ? tokens[task.row_of(q) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::POS] : -2;
     }
+    // copies of keys and of values take turns, though there may be nothing to copy
+    const auto begin = [&](const pool_rows & rows, const pool_cells & cells, bool is) {
+        if (is && cells.is) { rows.copy(cells); }
+        copies_begun();
+    };
+    pool_cells cells(p, ask, task, n_all, n_all),
+            next(p, ask, task, first, n_all); // the first time there is only a next one
 #pragma unroll 1
-    for (uint32_t i = (task.part - n_far) * at.n_warp + warp; i < n_all; i += n_warp) {
-        int32_t        its_pos;
-        bool           is;
-        const uint32_t cell = pool_cell(p, ask, task, i, its_pos, is);
-        __syncwarp();
-        copy_bytes(row, p.k.data + (uint64_t) cell * p.row_size + from, n_byte, t, 4);
-        __syncwarp();
-        float sums[COLS] = {};
-#pragma unroll 1
-        for (uint32_t e = t * 8; e < p.d; e += 32) {
-            float key[8];
-            read_eight(p.type_k, row, first + e, p.d - e, key);
-#pragma unroll
-            for (uint32_t b = 0; b < 8; ++b) {
-#pragma unroll
-                for (uint32_t j = 0; j < COLS; j += 4) {
-                    const float4 q = *(const float4 *) (queries + plain_at(min(e + b, p.d - 1)) + j);
-                    sums[j] += key[b] * q.x;
-                    sums[j + 1] += key[b] * q.y;
-                    sums[j + 2] += key[b] * q.z;
-                    sums[j + 3] += key[b] * q.w;
-                }
+    for (uint32_t i = first; cells.is || next.is; i += n_warp) {
+        float y[4] = {}, factor[2];
+        if (cells.is) {
+            copied<1>();
+            cell_logits(p, keys, &shared<uint2>(at.rotated), y);
+        }
+        if (apart || !a.whole || !cells.is) { begin(keys, next, true); }
+        if (cells.is) {
+            cell_weights(cells, pos, y, weights, factor, its);
+            copied<1>();
+            if (a.whole) {
+                cell_values(a.coding[1].d, values, (const uint2 *) weights, factor, values_of(at, warp) + threadIdx.x % 32);
             }
         }
-        float mine[2] = {};
-#pragma unroll
-        for (uint32_t j = 0; j < COLS; ++j) {
-            const float sum = over_lanes(sums[j], add<float>, 1, 2);
-            if (t == j / 2) { mine[j % 2] = sum; }
-        }
-#pragma unroll
-        for (uint32_t j = 0; j < 2; ++j) {
-            if (is && its_pos <= pos[j]) { all[j].add(logit(p, mine[j])); }
-        }
+        begin(apart ? values : keys, next, a.whole && (apart || cells.is));
+        cells = next;
+        next  = pool_cells(p, ask, task, i + n_warp, n_all);
     }
+    copied<0>();
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-        its.top[j] = over_rows(all[j].top, most);
-        its.sum[j] = over_rows(all[j].sum * exp2f(all[j].top - its.top[j]), add<float>);
+        its.sum[j]        = over_rows(its.sum[j], add<float>);
+        its.values_top[j] = its.top[j];
     }
 }

@@ -257,6 +257,23 @@ inline void kvf_multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uin
     }
 }
 
+// the same of halves
+inline void kvf_multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
+    auto &         own  = *fibers::now;
+    auto &         w    = own.warps[own.now / 32];
+    const uint32_t lane = own.now % 32, round = w.here.round % 2;
+    const uint32_t mine[] = {a0, a1, a2, a3, b.x, b.y};
+    memcpy(w.words[round][lane], mine, sizeof(mine));
+    fibers::wait(w.here, own.now / 32 * 32, w.here.n);
+    const auto value = [](uint32_t word, uint32_t k) { return GGML_FP16_TO_FP32((uint16_t) (word >> 16 * (k % 2))); };
+    for (uint32_t i = 0; i < 4; ++i) {
+        for (uint32_t k = 0; k < 16; ++k) {
+            const uint32_t *row = w.words[round][lane / 4 * 4 + k % 8 / 2], *column = w.words[round][(lane % 4 * 2 + i % 2) * 4 + k % 8 / 2];
+            d[i] += value(row[i / 2 + k / 8 * 2], k) * value(column[4 + k / 8], k);
+        }
+    }
+}
+
 inline bool __any_sync(uint32_t, bool is) {
     bool res = false;
     for (uint32_t i = 0; i < 32; ++i) {
@@ -288,8 +305,16 @@ using std::min;
 inline float __half2float(half x) { return GGML_FP16_TO_FP32(x.bits); }
 inline float __low2float(half2 x) { return __half2float(x.x); }
 inline float __high2float(half2 x) { return __half2float(x.y); }
+inline half2 __half2half2(half x) { return {x, x}; }
 inline int   __float2int_rn(float x) { return (int) nearbyintf(x); }
 inline half  __float2half_rn(float x) { return {GGML_FP32_TO_FP16(x)}; }
+inline half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline half2 __hsub2(half2 a, half2 b) {
+    return __floats2half2_rn(__low2float(a) - __low2float(b), __high2float(a) - __high2float(b));
+}
+inline half2 __hmul2(half2 a, half2 b) {
+    return __floats2half2_rn(__low2float(a) * __low2float(b), __high2float(a) * __high2float(b));
+}
 
 // with the rounding of each operation
 inline float __fadd_rn(float a, float b) { return a + b; }
