@@ -4,12 +4,14 @@ Codes are the same, bytes for bytes. Both round queries and weights to bytes, of
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support import tiny
 from support.coarse_runs import N_READ, N_STEPS, apart, coarse_run, steps
 from support.kernels import SOURCES, build_kernels, host_kernels, library
 from support.oracles import CACHES, ON_GPU, Case, Logits, Run, assert_equal
@@ -26,9 +28,7 @@ pytestmark = [
 ]
 
 NEAR = 0.012  # relative RMS of logits: queries and weights as bytes, and what else is chosen where shares are alike
-KERNELS = (
-    r"pyllama_kvflash/native/src/kvflash-(attend|far|near|words|coded|encode|choose|score|gpu|coarse|codes|fresh|kernels).*"
-)
+KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|far|near|words|coded|encode|choose|score|gpu|coarse|codes|fresh|kernels).*"
 
 Tables = npt.NDArray[np.int32]
 
@@ -70,6 +70,28 @@ def test_it_is_the_attention_of_the_cpu(
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35", "gpt-oss", "deepseek2"])
 def test_families(case_of: Callable[..., Case], library: Path, name: str, cache: str) -> None:
     off, _ = both(case_of(name, cache), library, bits=(4, 4), n_blocks=4)
+    assert off < NEAR
+
+
+@pytest.mark.nightly(KERNELS)
+@pytest.mark.parametrize(
+    ("n_head", "n_head_kv", "d", "cache"),
+    [
+        (8, 8, 96, "q8_0"),
+        (5, 1, 64, "q4_0"),
+        (9, 1, 128, "f16"),
+        (3, 3, 80, "f16"),
+        (16, 1, 256, "q8_0"),
+        (8, 8, 32, "q4_0"),
+    ],
+)
+def test_heads_of_all_kinds(library: Path, tmp_path: Path, n_head: int, n_head_kv: int, d: int, cache: str) -> None:
+    """Rows that begin where nothing is aligned, more queries than a product has columns, sums of values past a row."""
+    make = partial(tiny.qwen3, n_layer=2, n_embd=64, n_ff=64, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=d)
+    tiny.write_worded(tmp_path / "model.gguf", "qwen3", make)
+    with Model.load(tmp_path / "model.gguf") as model:
+        case = Case(model, CACHES[cache], n_prompt=N_READ, n_steps=N_STEPS)
+        off, _ = both(case, library, bits=(4, 4), n_blocks=4)
     assert off < NEAR
 
 
@@ -192,6 +214,14 @@ def mutated(folder: Path, old: str, new: str) -> Path:
         return text.replace(old, new)
 
     return build_kernels(folder, {name: change})
+
+
+@pytest.mark.nightly(KERNELS)
+def test_rows_that_are_not_there_yet_are_seen(case_of: Callable[..., Case], tmp_path: Path) -> None:
+    """Copies run beside the products of the last rows. With MLA keys are values, too, and come alone."""
+    kernels = mutated(tmp_path, "alone ? copied<0>() : copied<1>();", "copied<1>();")
+    off, _ = both(case_of("deepseek2"), kernels, bits=(4, 4), n_blocks=4)
+    assert not off < NEAR
 
 
 @pytest.mark.nightly(KERNELS)

@@ -373,6 +373,11 @@ static void attend(const kvf_gpu_attend & a, const ggml_tensor * q, const ggml_t
             (const int32_t *) words->data, first, n_token);
 }
 
+// before what a layer does on the backend's stream: both have the same scratch
+static void wait_for_late(const kvf_gpu_attend & a, ggml_backend_cuda_context & ctx) {
+    if (a.after) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.after)->done, 0)); }
+}
+
 // all of it; or, beside the attention to the pool, what is outside. of many tokens a part at a time, by the next node
 void kvf_attend_node(ggml_tensor * dst, void * on) {
     const auto &   a       = userdata<const kvf_gpu_attend>(dst);
@@ -382,7 +387,7 @@ void kvf_attend_node(ggml_tensor * dst, void * on) {
     if (n_token > kvf_gpu_attend::MOST_TOKEN) { return; }
 
     if (a.whole) {
-        if (a.after) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.after)->done, 0)); }
+        wait_for_late(a, ctx);
         return attend(a, dst->src[1], dst->src[2], 0, n_token, ctx.stream());
     }
     const auto stream = forked(ctx, events);
@@ -399,6 +404,7 @@ void kvf_mix_node(ggml_tensor * dst, void * on) {
     const auto            kernel = a.coding[1].n_bit == 4 ? kvf_mix<4> : kvf_mix<2>;
     const ggml_tensor *   words = dst->src[2], *q = dst->src[3], *sinks = dst->src[4];
     if (!many && !a.whole) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.events)->done, 0)); }
+    if (many) { wait_for_late(a, ctx); }
     for (uint32_t first = 0; first < n_token; first += kvf_gpu_attend::MOST_TOKEN) {
         const uint32_t n = std::min(kvf_gpu_attend::MOST_TOKEN, n_token - first);
         if (many) { attend(a, q, words, first, n, ctx.stream()); }
@@ -418,7 +424,7 @@ void kvf_late_node(ggml_tensor * dst, void * on) {
     const uint32_t n      = ggml_cuda_info().devices[ctx.device].nsm;
     launch(kvf_late, dim3(a.late_beside ? (n + 7) / 8 : n), dim3(THREADS), shared_size(a.p), stream, true, a.p,
             (const int32_t *) dst->src[2]->data, a.n_part(n_token));
-    if (a.late_beside && a.whole) { CUDA_CHECK(cudaEventRecord(events.done, stream)); }
+    if (a.late_beside) { CUDA_CHECK(cudaEventRecord(events.done, stream)); }
 }
 
 void kvf_occupy_node(ggml_tensor * dst, void * on) {

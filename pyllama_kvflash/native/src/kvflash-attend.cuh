@@ -123,17 +123,13 @@ struct attend_places {
     KVF_BOTH attend_places(const kvf_gpu_attend & a, uint32_t n_warp) : n_warp(n_warp) {
         const auto & k = a.coding[0];
         n_value        = a.n_value();
-        for (uint32_t i = 0; i < 2; ++i) {
-            const auto &   r = a.rows[i];
-            const uint32_t d = a.coding[i].d, n = (d % r.block ? d / r.block + 2 : d / r.block) * r.size;
-            // with the bytes around them that are aligned; in other banks
-            room[i] = i && a.p.v.n_run == 0 ? 0 : n % 32 ? GGML_PAD(n + 8, 16) : n + 32;
-        }
-        words   = GGML_PAD(sizeof(attend_memory), 16);
-        rotated = words + n_step(k) * 32 * sizeof(uint2); // or the queries as halves, where the pool is attended to
-        weights = rotated + sizeof(float) * COLS * GGML_PAD(k.width, 16);
-        values  = weights + n_warp * COLS * LINE * sizeof(uint32_t);
-        rows    = values + n_warp * COLS * n_value * sizeof(float); // or logits
+        room[0]        = a.rows[0].room;
+        room[1]        = a.p.v.n_run > 0 ? a.rows[1].room : 0;
+        words          = GGML_PAD(sizeof(attend_memory), 16);
+        rotated        = words + n_step(k) * 32 * sizeof(uint2); // or the queries as halves, where the pool is attended to
+        weights        = rotated + sizeof(float) * COLS * GGML_PAD(k.width, 16);
+        values         = weights + n_warp * COLS * LINE * sizeof(uint32_t);
+        rows           = values + n_warp * COLS * n_value * sizeof(float); // or logits
         const size_t of_pool = UNIT * (room[0] + room[1]), of_far = LOGITS * sizeof(float);
         taken = rows + n_warp * (of_pool > of_far ? of_pool : of_far);
         end   = taken + (a.p.ask.n_unit + 31) / 32 * sizeof(uint32_t);
@@ -190,6 +186,7 @@ static __device__ void prepare_query(const kvf_gpu_attend & a, const attend_plac
     }
     hadamard_powers(x, c.d);
 
+    __syncwarp();
     float largest = 0, sum = 0;
 #pragma unroll 4
     for (uint32_t e = lane; e < c.width; e += 32) {

@@ -57,7 +57,7 @@ struct gpu_coarse : kvf_gpu_chooser {
     uint32_t                        n_head = 0, n_sum = 0; // of a layer: heads of keys; values of keys or of value rows
     size_t                          memory = 0;            // that a block shares which makes codes
     std::vector<kvf_gpu_attend>     attends;               // of each layer of the model
-    // of the graph that is being built: the last such nodes, and whose the latter is
+    // of the graph that is being built: the last such nodes; and whose the latter is, until another layer waits for it
     ggml_tensor *    attend = nullptr, *late = nullptr;
     kvf_gpu_attend * late_of = nullptr;
     kvf_gpu_occupy   all     = {};
@@ -189,6 +189,17 @@ kvf_gpu_coders gpu_coarse::coders(uint32_t layer, uint32_t n_layer) const {
     return {(const kvf_gpu_coder *) coded.at(at_coders) + layer * 2, n_layer * 2, n_head, memory};
 }
 
+// kvf_gpu_attend::rows
+static uint32_t room_of(ggml_type type, uint32_t n_head, uint32_t d) {
+    const uint32_t block = ggml_blck_size(type), size = ggml_type_size(type);
+    uint32_t       res = 0;
+    for (uint32_t head = 0; head < n_head; ++head) {
+        const uint32_t begin = head * d / block * size, end = ((head + 1) * d + block - 1) / block * size;
+        res = std::max<uint32_t>(res, GGML_PAD(end, 16) - begin / 16 * 16);
+    }
+    return res % 32 ? res : res + (block == 1 ? 32 : 16);
+}
+
 // what nodes of each layer of the model have, but for what only a graph tells
 void gpu_coarse::lay_out_attends() {
     uint32_t first = layers.size(), last = 0;
@@ -216,8 +227,9 @@ void gpu_coarse::lay_out_attends() {
             a.codes[kind] += i * owns.size();
         }
         for (uint32_t kind = 0; kind < 2; ++kind) {
-            const auto type = (kind && fresh.layers[i].v ? fresh.layers[i].v : fresh.layers[i].k)->type;
-            a.rows[kind]    = {type, (uint32_t) ggml_blck_size(type), (uint32_t) ggml_type_size(type)};
+            const auto type   = (kind && fresh.layers[i].v ? fresh.layers[i].v : fresh.layers[i].k)->type;
+            a.rows[kind]      = {type, (uint32_t) ggml_blck_size(type), (uint32_t) ggml_type_size(type), 0};
+            a.rows[kind].room = room_of(type, a.coding[kind].n_head, a.coding[kind].d);
         }
         a.n_warp = gpu.attend_warps(a, coded.at());
         if (a.n_warp == 0) {
@@ -350,7 +362,7 @@ void gpu_coarse::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * 
     auto & at = attends[il];
     if (add_words(ctx, res, q->ne[2])) {
         add(ctx, gf, "occupy", layer, gpu.occupy, &all, {words});
-        late = nullptr;
+        late_of = nullptr;
     }
     at.p.scale = scale;
     at.chooses = chooses;
@@ -381,9 +393,10 @@ ggml_tensor * gpu_coarse::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tenso
     at.by_head     = by_head;
     at.late_beside = false; // until there is a node that waits for it
     at.after       = nullptr;
-    if (late) {
+    if (late_of) { // the first one that comes after it
         late_of->late_beside = kvf_computes_since(beside(), gf, late);
         if (late_of->late_beside) { at.after = late_of->events; }
+        late_of = nullptr;
     }
 
     std::vector<ggml_tensor *> args = {attend, words, q}; // queries last until then

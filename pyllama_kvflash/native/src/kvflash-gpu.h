@@ -208,6 +208,7 @@ struct kvf_gpu_attend {
     struct {
         int32_t  type;        // of the pool's keys, and of its values
         uint32_t block, size; // values that are quantised together, and their bytes
+        uint32_t room;        // of a head's bytes and those around them that are aligned, from row to row in other banks
     } rows[2];
     uint32_t n_warp; // of a block
     bool     chooses, by_head;

@@ -34,27 +34,36 @@ struct pool_cells {
     }
 };
 
-// bytes, by a warp, which has them after as many calls of copied(). n: a multiple of SIZE
+// bytes, which are aligned. They are there after copied()
 template <uint32_t SIZE> static __device__ void copy_piece(uint32_t to, const char * src) {
     char * const dst = &shared<char>(to);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#ifndef __CUDACC__
+    kvf_copy_later(dst, src, SIZE);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile(
             "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((uint32_t) __cvta_generic_to_shared(dst)), "l"(src), "n"(SIZE)
             : "memory");
 #else
-    memcpy(dst, src, SIZE);
+#pragma unroll
+    for (uint32_t i = 0; i < SIZE; i += 4) {
+        *(uint32_t *) (dst + i) = *(const uint32_t *) (src + i);
+    }
 #endif
 }
 
 static __device__ void copies_begun() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#ifndef __CUDACC__
+    kvf_copies_begun();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// all copies, but for those after the last n times that they begun
+// all copies of a warp, but for those between the last N calls of copies_begun()
 template <uint32_t N> static __device__ void copied() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#ifndef __CUDACC__
+    kvf_copied(N);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
     __syncwarp();
@@ -294,7 +303,9 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places
         const uint32_t q = 2 * (threadIdx.x % 4) + j;
         pos[j]           = task.has(q) ? tokens[task.row_of(q) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::POS] : -2;
     }
-    // copies of keys and of values take turns, though there may be nothing to copy
+    // Copies of keys and of values take turns, though there may be nothing to copy. Keys that are values, too, come alone
+    const bool alone = !apart && a.whole;
+    const auto wait  = [&] { alone ? copied<0>() : copied<1>(); };
     const auto begin = [&](const pool_rows & rows, const pool_cells & cells, bool is) {
         if (is && cells.is) { rows.copy(cells); }
         copies_begun();
@@ -305,7 +316,7 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places
     for (uint32_t i = first; cells.is || next.is; i += n_warp) {
         float y[4] = {}, factor[2];
         if (cells.is) {
-            copied<1>();
+            wait();
             cell_logits(p, keys, &shared<uint2>(at.rotated), y);
         }
         if (apart || !a.whole || !cells.is) { begin(keys, next, true); }

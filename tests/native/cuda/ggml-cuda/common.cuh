@@ -62,12 +62,20 @@ namespace fibers {
 
 constexpr size_t SHARED = 64 << 10, STACK = 32 << 10;
 
+struct copy {
+    void *       dst;
+    const void * src;
+    size_t       size;
+};
+
 // one thread of a block after the other, for all launches
 struct fiber {
     jmp_buf                 at; // where it goes on
     ucontext_t              context;
     std::unique_ptr<char[]> stack;
     bool                    began = false, done = false;
+
+    std::vector<std::vector<copy>> copies{1}; // of cp.async: groups, the last one not committed
 };
 
 // threads that wait for each other
@@ -166,6 +174,7 @@ inline void begin(block & b) {
             makecontext(&f.context, run, 0);
         }
         b.threads[i]->done = false;
+        GGML_ASSERT(b.threads[i]->copies.size() == 1 && b.threads[i]->copies[0].empty() && "copies that nobody waited for");
         b.warps[i / 32].here.n++;
     }
     memset(b.shared.get(), 0xa5, SHARED); // what a kernel did not write it must not read
@@ -254,6 +263,20 @@ inline void kvf_multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uin
             const uint32_t *row = w.words[round][lane / 4 * 4 + k % 16 / 4], *column = w.words[round][(lane % 4 * 2 + i % 2) * 4 + k % 16 / 4];
             d[i] += (int8_t) (row[i / 2 + k / 16 * 2] >> 8 * (k % 4)) * (int8_t) (column[4 + k / 16] >> 8 * (k % 4));
         }
+    }
+}
+
+// cp.async: nothing is copied before it is waited for
+inline auto & kvf_copies() { return fibers::now->threads[fibers::now->now]->copies; }
+inline void   kvf_copy_later(void * dst, const void * src, size_t size) { kvf_copies().back().push_back({dst, src, size}); }
+inline void   kvf_copies_begun() { kvf_copies().emplace_back(); }
+inline void   kvf_copied(size_t n) {
+    auto & groups = kvf_copies();
+    while (groups.size() > n + 1) {
+        for (const auto & c : groups.front()) {
+            memcpy(c.dst, c.src, c.size);
+        }
+        groups.erase(groups.begin());
     }
 }
 
