@@ -105,7 +105,8 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant
     const int32_t * of_row = words + p.ask.size();
     const uint32_t  head = blockIdx.y / a.n_tile, first = (blockIdx.y - head * a.n_tile) * COLS;
     const uint32_t  n_head = min(COLS, a.share - first), n_row = a.n_row, row = tokens + blockIdx.z * n_row;
-    // blocks of all kinds for each multiprocessor, which has every so many: a head's are turned against those of others
+    // a multiprocessor has the same blocks of several heads: their parts are shifted, so that it attends to codes and to the
+    // pool
     const uint32_t      part = (blockIdx.x + blockIdx.y * (gridDim.x * 5 / 8)) % gridDim.x;
     const attend_places at(a, blockDim.x / 32);
     auto &              m      = shared<attend_memory>();
@@ -255,7 +256,8 @@ static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kv
     const uint32_t n_far = a.n_far(ask.blocks(seq) - kvf_gpu_ask::LEN_SEQ, n_part), n = a.whole ? n_part : n_far;
     const uint32_t group = at.n_group > 1 ? tid / at.n_value : 0, each = at.n_group;
     float2 &       total   = shared<float2>();
-    float *const   factors = &shared<float>(at.factors), *sums = &shared<float>(at.sums);
+    float * const  factors = &shared<float>(at.factors);
+    float * const  sums    = &shared<float>(at.sums);
     mix_read       first(parts + 2 + tid % at.n_value, a.part_size(), group, each, group < each ? n : 0);
     if (tid < 32) { mix_factors(a, parts, n_part, n_far, sinks, head, factors, total); }
     __syncthreads();
@@ -281,7 +283,7 @@ static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kv
     const float * spread = a.codes[1][seq].spread + kv_head * c.d;
 #pragma unroll 1
     for (uint32_t e = tid; e < c.d; e += MIX) {
-        x[e] *= sign_of(e) * (c.divided ? spread[e] : 1);
+        x[e] *= factor_of(c, spread, e);
     }
     if (c.n_rot) { hadamard(x, c.width, 1, c.d / c.n_rot, c.n_rot); }
     __syncthreads();

@@ -160,7 +160,6 @@ static __device__ void prepare_query(const kvf_gpu_attend & a, const attend_plac
     const uint32_t lane   = threadIdx.x % 32;
     float * const  x      = &shared<float>(at.rotated) + j * c.width;
     uint32_t *     words  = &shared<uint32_t>(at.words) + j * 8;
-    const auto     scaled = [&](uint32_t e) { return (c.divided ? spread[e] : 1) * sign_of(e); };
     if (!task.has(j)) {
 #pragma unroll 1
         for (uint32_t i = lane; i < at.n_step(c) * 8; i += 32) {
@@ -172,16 +171,13 @@ static __device__ void prepare_query(const kvf_gpu_attend & a, const attend_plac
 #pragma unroll 2
     for (uint32_t e = lane; e < c.width; e += 32) {
         const float one = e < c.d ? query_of(q, task.row_of(j), task.head_of(j), e) : 0;
-        x[e]            = c.n_rot || e >= c.d ? one : one * scaled(e);
+        x[e]            = c.n_rot || e >= c.d ? one : one * factor_of(c, spread, e);
     }
     if (c.n_rot) {
-#pragma unroll 1
-        for (uint32_t e = 0; e < c.d; e += c.n_rot) {
-            hadamard_row(x + e, c.n_rot);
-        }
+        hadamard_equal(x, c.d / c.n_rot, c.n_rot);
 #pragma unroll 4
         for (uint32_t e = lane; e < c.d; e += 32) {
-            x[e] *= scaled(e);
+            x[e] *= factor_of(c, spread, e);
         }
     }
     hadamard_powers(x, c.d);

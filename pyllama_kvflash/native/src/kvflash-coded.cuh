@@ -69,6 +69,11 @@ static __device__ __noinline__ float sign_of(uint32_t i) {
     return (x ^ x >> 31) & 1 ? 1.0f : -1.0f;
 }
 
+// by what the i-th value of a head is multiplied before it is rotated, or afterwards. spread: of the head
+static __device__ float factor_of(const kvf_gpu_coding & c, const float * spread, uint32_t i) {
+    return (c.divided ? spread[i] : 1) * sign_of(i);
+}
+
 // Hadamard's matrix of 32*N values, by one warp: a lane has every 32nd. (sums of pairs in shared memory would wait for it 14
 // times)
 template <uint32_t N> static __device__ void hadamard_lanes(float * x) {
@@ -132,15 +137,20 @@ static __device__ __noinline__ void hadamard_row(float * x, uint32_t size) {
     }
 }
 
-// n blocks of `size` values in each of n_row rows, which are `stride` apart
+// n blocks of `size` values, by one warp
+static __device__ void hadamard_equal(float * x, uint32_t n, uint32_t size) {
+#pragma unroll 1
+    for (uint32_t i = 0; i < n; ++i) {
+        hadamard_row(x + i * size, size);
+    }
+}
+
+// the same in each of n_row rows, which are `stride` apart
 static __device__ __noinline__ void hadamard(float * x, uint32_t stride, uint32_t n_row, uint32_t n, uint32_t size) {
     __syncthreads();
 #pragma unroll 1
     for (uint32_t row = threadIdx.x / 32; row < n_row; row += blockDim.x / 32) {
-#pragma unroll 1
-        for (uint32_t i = 0; i < n; ++i) {
-            hadamard_row(x + row * stride + i * size, size);
-        }
+        hadamard_equal(x + row * stride, n, size);
     }
     __syncthreads();
 }

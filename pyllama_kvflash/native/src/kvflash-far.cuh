@@ -4,6 +4,7 @@
 // the end
 
 #include "kvflash-words.cuh"
+
 // have some bytes come to the cache of the device, by a warp
 static __device__ void fetch_early(const void * at, uint32_t size) {
 #pragma unroll 1

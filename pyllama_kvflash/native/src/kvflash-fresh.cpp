@@ -211,9 +211,10 @@ void kvf_fresh::begin(const llama_kv_cache & kv, const llama_ubatch & ubatch) {
         s.pos.clear();
         s.asking.clear();
     }
+    const bool coarse = has_coarse();
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
         auto & s = of(ubatch.seq_id[i][0]);
-        if (!s.blocks.empty() || has_coarse()) {
+        if (!s.blocks.empty() || coarse) {
             s.tokens.push_back(i);
             s.pos.push_back(ubatch.pos[i]);
         }

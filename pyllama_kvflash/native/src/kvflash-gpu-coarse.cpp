@@ -189,15 +189,15 @@ kvf_gpu_coders gpu_coarse::coders(uint32_t layer, uint32_t n_layer) const {
     return {(const kvf_gpu_coder *) coded.at(at_coders) + layer * 2, n_layer * 2, n_head, memory};
 }
 
-// kvf_gpu_attend::rows
-static uint32_t room_of(ggml_type type, uint32_t n_head, uint32_t d) {
-    const uint32_t block = ggml_blck_size(type), size = ggml_type_size(type);
-    uint32_t       res = 0;
+// kvf_gpu_attend::rows, each of n_head heads
+template <typename R> static uint32_t room_of(const R & rows, uint32_t n_head) {
+    uint32_t res = 0;
     for (uint32_t head = 0; head < n_head; ++head) {
-        const uint32_t begin = head * d / block * size, end = ((head + 1) * d + block - 1) / block * size;
-        res = std::max<uint32_t>(res, GGML_PAD(end, 16) - begin / 16 * 16);
+        uint32_t       n;
+        const uint32_t begin = piece_of(rows, head, n);
+        res                  = std::max<uint32_t>(res, GGML_PAD(begin + n, 16) - begin / 16 * 16);
     }
-    return res % 32 ? res : res + (block == 1 ? 32 : 16);
+    return res % 32 ? res : res + (rows.block == 1 ? 32 : 16);
 }
 
 // what nodes of each layer of the model have, but for what only a graph tells
@@ -227,9 +227,10 @@ void gpu_coarse::lay_out_attends() {
             a.codes[kind] += i * owns.size();
         }
         for (uint32_t kind = 0; kind < 2; ++kind) {
-            const auto type   = (kind && fresh.layers[i].v ? fresh.layers[i].v : fresh.layers[i].k)->type;
-            a.rows[kind]      = {type, (uint32_t) ggml_blck_size(type), (uint32_t) ggml_type_size(type), 0};
-            a.rows[kind].room = room_of(type, a.coding[kind].n_head, a.coding[kind].d);
+            const auto   type = (kind && fresh.layers[i].v ? fresh.layers[i].v : fresh.layers[i].k)->type;
+            const auto & c    = a.coding[kind];
+            a.rows[kind]      = {type, c.d, (uint32_t) ggml_blck_size(type), (uint32_t) ggml_type_size(type), 0};
+            a.rows[kind].room = room_of(a.rows[kind], c.n_head);
         }
         a.n_warp = gpu.attend_warps(a, coded.at());
         if (a.n_warp == 0) {
@@ -366,7 +367,6 @@ void gpu_coarse::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * 
     }
     at.p.scale = scale;
     at.chooses = chooses;
-    at.whole   = false; // until the library's attention is known
     attend     = add(ctx, gf, "attend", il, gpu.attend, &at, {q, words});
 }
 

@@ -136,6 +136,13 @@ struct kvf_gpu_layer {
 
 static constexpr uint32_t KVF_GPU_PARTS = 512; // blocks of a head, at most
 
+// bytes of a row that have a head's values, whole blocks of them: from where on, and how many
+template <typename K> static KVF_BOTH uint32_t piece_of(const K & keys, uint32_t head, uint32_t & n) {
+    const uint32_t first = head * keys.d / keys.block, last = ((head + 1) * keys.d + keys.block - 1) / keys.block;
+    n = (last - first) * keys.block_size;
+    return first * keys.block_size;
+}
+
 // how the rows of a layer are coded: its keys, or its values. see kvf_codes
 struct kvf_gpu_coding {
     uint32_t n_head, d, width, n_bit, n_rot;
@@ -206,9 +213,9 @@ struct kvf_gpu_attend {
     const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
     float *               parts;    // scratch: [token][n_head][n_part][part_size()], MOST_ROW_PART in all
     struct {
-        int32_t  type;        // of the pool's keys, and of its values
-        uint32_t block, size; // values that are quantised together, and their bytes
-        uint32_t room;        // of a head's bytes and those around them that are aligned, from row to row in other banks
+        int32_t  type;                 // of the pool's keys, and of its values
+        uint32_t d, block, block_size; // values of a head; those that are quantised together, and their bytes
+        uint32_t room; // of a head's bytes and those around them that are aligned, from row to row in other banks
     } rows[2];
     uint32_t n_warp; // of a block
     bool     chooses, by_head;

@@ -104,14 +104,7 @@ static inline __device__ void copy_bytes(char * dst, const char * src, uint64_t 
     }
 }
 
-// bytes of a row that have a head's values, whole blocks of them: from where on, and how many
-template <typename K> static KVF_BOTH uint32_t piece_of(const K & keys, uint32_t head, uint32_t & n) {
-    const uint32_t first = head * keys.d / keys.block, last = ((head + 1) * keys.d + keys.block - 1) / keys.block;
-    n = (last - first) * keys.block_size;
-    return first * keys.block_size;
-}
-
-// bytes of such a piece, at most, and as it lies in shared memory
+// bytes of a piece_of() a row, at most, and as it lies in shared memory
 template <typename K> static KVF_BOTH uint32_t piece_room(const K & keys) {
     return GGML_PAD((keys.d / keys.block + 2) * keys.block_size, 16);
 }

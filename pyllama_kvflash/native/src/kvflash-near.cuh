@@ -83,12 +83,11 @@ struct pool_rows {
 
     __device__ pool_rows(const kvf_gpu_attend & a, const attend_places & places, uint32_t head, bool values) {
         const auto &   r     = a.rows[values];
-        const auto &   c     = a.coding[values];
-        const uint32_t begin = head * c.d / r.block * r.size, end = ((head + 1) * c.d + r.block - 1) / r.block * r.size;
+        const uint32_t begin = piece_of(r, head, n), end = begin + n;
         type   = r.type;
         stride = values ? a.p.v.size / UNIT : a.p.row_size;
         from   = values ? a.p.v.data : a.p.k.data;
-        first  = head * c.d - begin / r.size * r.block;
+        first  = head * r.d - begin / r.block_size * r.block;
         room   = places.room[values];
         at     = places.rows + threadIdx.x / 32 * UNIT * (places.room[0] + places.room[1]) + values * UNIT * places.room[0];
 

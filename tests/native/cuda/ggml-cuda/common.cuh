@@ -250,20 +250,36 @@ template <typename T> inline T kvf_shuffle(T x, uint32_t from) {
 
 inline void __syncwarp() { kvf_shuffle(0, 0); }
 
-// kvflash-attend.cuh's product, by what all lanes have
-inline void kvf_multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
-    auto &         own  = *fibers::now;
-    auto &         w    = own.warps[own.now / 32];
-    const uint32_t lane = own.now % 32, round = w.here.round % 2;
-    const uint32_t mine[] = {a0, a1, a2, a3, b.x, b.y};
-    memcpy(w.words[round][lane], mine, sizeof(mine));
+// the operands of a product, as all lanes have them: [lane][a0 ... a3, b.x, b.y]
+inline const uint32_t (&kvf_operands(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b))[32][6] {
+    auto &         own   = *fibers::now;
+    auto &         w     = own.warps[own.now / 32];
+    const uint32_t round = w.here.round % 2, mine[] = {a0, a1, a2, a3, b.x, b.y};
+    memcpy(w.words[round][own.now % 32], mine, sizeof(mine));
     fibers::wait(w.here, own.now / 32 * 32, w.here.n);
+    return w.words[round];
+}
+
+// a product of kvflash-attend.cuh: words have n_value values each, of which value(word, k) is one
+template <typename T, typename F>
+inline void kvf_multiply_by(T (&d)[4], const uint32_t (&words)[32][6], uint32_t n_value, const F & value) {
+    const uint32_t lane = fibers::now->now % 32;
     for (uint32_t i = 0; i < 4; ++i) {
-        for (uint32_t k = 0; k < 32; ++k) {
-            const uint32_t *row = w.words[round][lane / 4 * 4 + k % 16 / 4], *column = w.words[round][(lane % 4 * 2 + i % 2) * 4 + k % 16 / 4];
-            d[i] += (int8_t) (row[i / 2 + k / 16 * 2] >> 8 * (k % 4)) * (int8_t) (column[4 + k / 16] >> 8 * (k % 4));
+        for (uint32_t k = 0; k < 8 * n_value; ++k) {
+            const uint32_t half = k / (4 * n_value), t = k % (4 * n_value) / n_value;
+            d[i] += value(words[lane / 4 * 4 + t][i / 2 + half * 2], k % n_value) *
+                    value(words[(lane % 4 * 2 + i % 2) * 4 + t][4 + half], k % n_value);
         }
     }
+}
+
+inline void kvf_multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
+    kvf_multiply_by(d, kvf_operands(a0, a1, a2, a3, b), 4, [](uint32_t word, uint32_t k) { return (int8_t) (word >> 8 * k); });
+}
+
+inline void kvf_multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
+    kvf_multiply_by(d, kvf_operands(a0, a1, a2, a3, b), 2,
+            [](uint32_t word, uint32_t k) { return GGML_FP16_TO_FP32((uint16_t) (word >> 16 * k)); });
 }
 
 // cp.async: nothing is copied before it is waited for
@@ -277,23 +293,6 @@ inline void   kvf_copied(size_t n) {
             memcpy(c.dst, c.src, c.size);
         }
         groups.erase(groups.begin());
-    }
-}
-
-// the same of halves
-inline void kvf_multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
-    auto &         own  = *fibers::now;
-    auto &         w    = own.warps[own.now / 32];
-    const uint32_t lane = own.now % 32, round = w.here.round % 2;
-    const uint32_t mine[] = {a0, a1, a2, a3, b.x, b.y};
-    memcpy(w.words[round][lane], mine, sizeof(mine));
-    fibers::wait(w.here, own.now / 32 * 32, w.here.n);
-    const auto value = [](uint32_t word, uint32_t k) { return GGML_FP16_TO_FP32((uint16_t) (word >> 16 * (k % 2))); };
-    for (uint32_t i = 0; i < 4; ++i) {
-        for (uint32_t k = 0; k < 16; ++k) {
-            const uint32_t *row = w.words[round][lane / 4 * 4 + k % 8 / 2], *column = w.words[round][(lane % 4 * 2 + i % 2) * 4 + k % 8 / 2];
-            d[i] += value(row[i / 2 + k / 8 * 2], k) * value(column[4 + k / 8], k);
-        }
     }
 }
 
