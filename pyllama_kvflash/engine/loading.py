@@ -296,7 +296,7 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
 
 def with_policy(options: Options, seen: Probe) -> Options:
     """Return the options with `coarse` and policy "auto" resolved: on the CPU the closest codes that there is memory for, and none
-    on a GPU, where they halve the speed (docs/results/coarse.md); "fresh" where each layer can choose, else "qk". Both have an
+    on a GPU, where a token takes up to twice as long (docs/results/coarse.md); "fresh" where each layer can choose, else "qk". Both have an
     opening: RULER has not shown yet that fresh can do without.
     """
     if options.coarse == "auto":
