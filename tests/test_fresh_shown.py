@@ -221,7 +221,10 @@ def test_a_trace_says_what_layers_chose(long_file: Path, tmp_path: Path) -> None
     seen = [line for line in lines if line["event"] == "layers"]
     done = [line["done"] for line in lines if line["event"] == "prefill"]
     n = done[-1]
-    assert sorted({line["pos"] for line in seen}) == [*done, n + 1, n + 17, n + 33, n + 39]
+    at = sorted({line["pos"] for line in seen})
+    assert at[-4:] == [n + 1, n + 17, n + 33, n + 39]
+    assert set(at[:-4]) <= set(done), "a GPU has several batches of a prompt under way"
+    assert at[-5] == n
     assert all(line["n_layer"] == 6 and len(line["layers"]) == -(-line["pos"] // 64) for line in seen)
     assert seen[-1]["layers"][0] == seen[-1]["layers"][-1] == 6
     assert sum(seen[-1]["layers"]) == 6 * 12

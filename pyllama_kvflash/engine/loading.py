@@ -295,12 +295,11 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
 
 
 def with_policy(options: Options, seen: Probe) -> Options:
-    """Return the options with `coarse` and policy "auto" resolved: on the CPU the closest codes that there is memory for, and none
-    on a GPU, where a token takes up to twice as long (docs/results/coarse.md); "fresh" where each layer can choose, else "qk". Both have an
-    opening: RULER has not shown yet that fresh can do without.
+    """Return the options with `coarse` and policy "auto" resolved: the closest codes that there is memory for; "fresh" where each
+    layer can choose, else "qk". Both have an opening: RULER has not shown yet that fresh can do without.
     """
     if options.coarse == "auto":
-        possible = seen.uncoded is None and bool(seen.geometry.rows) and not _on_gpu(seen.geometry)
+        possible = seen.uncoded is None and bool(seen.geometry.rows)
         coded = possible and not options.index and options.pool != "off"
         options = replace(options, coarse=most_bits(seen.geometry, options) if coded else "off")
     if options.policy != "auto":
