@@ -177,10 +177,9 @@ enum kvf_outputs { KVF_OUTPUTS_NONE, KVF_OUTPUTS_LAST, KVF_OUTPUTS_ALL, ... };
 
 struct kvf_pool_params {
     uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every;
-    uint32_t index_four; uint32_t index_two; uint32_t index_one; uint32_t n_exchange; uint32_t n_turn;
-    uint32_t ahead; uint32_t coarse_k; uint32_t coarse_v; uint32_t late;
+    uint32_t n_exchange; uint32_t coarse_k; uint32_t coarse_v; uint32_t late;
 };
-struct kvf_index_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_block; uint32_t n_slot; };
+struct kvf_codes_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_block; uint32_t n_slot; };
 struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; };
 struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; uint32_t n_stream; };
 struct kvf_pool_info {
@@ -307,19 +306,15 @@ int  kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const u
 int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
                     size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
 void kvf_set_host_kernels(const void * kernels);
-int  kvf_index_components(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n,
-                          float * mean, float * variances, float * components);
-int  kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean, const float * basis,
-                   const float * step);
-int  kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,
+int  kvf_codes_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,
                    const void * const * records, uint32_t n);
-int  kvf_index_cover(struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
-int  kvf_index_forget(struct llama_context * ctx, llama_seq_id seq);
-int  kvf_index_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_index_info * info);
+int  kvf_codes_cover(struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
+int  kvf_codes_forget(struct llama_context * ctx, llama_seq_id seq);
+int  kvf_codes_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_codes_info * info);
 int  kvf_guests_fetched(struct llama_context * ctx, uint64_t * n);
-int  kvf_index_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);
-int  kvf_index_get(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, void * dst, size_t size);
-int  kvf_index_set(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size);
+int  kvf_codes_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);
+int  kvf_codes_get(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, void * dst, size_t size);
+int  kvf_codes_set(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size);
 int  kvf_set_guests(struct llama_context * ctx, llama_seq_id seq, uint32_t n, const int32_t * blocks);
 int  kvf_get_guests(struct llama_context * ctx, llama_seq_id seq, int32_t * blocks, uint32_t n_block, int32_t * units,
                     size_t n_unit);

@@ -43,9 +43,7 @@ class Stats:
     agreed: int = 0  # of these, tokens at which the pool and the full cache find the same one most likely
     kld_sum: float = 0.0  # Kullback-Leibler divergence of the pool from the full cache, summed over them, in nats
     check_s: float = 0.0  # spent on comparing them
-    index_bytes: int = 0  # the index by which layers choose their guests (policy fresh)
-    index_device_bytes: int = 0  # device memory of those of all sequences, or of room for more codes, and of choosing by them; 0: it is all on the host
-    coarse_bytes: int = 0  # codes, by which positions outside the pool are attended to
+    coarse_bytes: int = 0  # codes of all sequences, by which positions outside the pool are attended to; on a GPU with what that takes
     coarse_tokens: int = 0  # positions that have them
     guest_blocks: int = 0  # blocks of the pool in which each layer holds what it chose
     guests_fetched: int = 0  # guests that layers fetched from records so far, of all sequences of the pool
@@ -75,18 +73,8 @@ class Stats:
 
     @property
     def device_kv_bytes(self) -> int:
-        """Device bytes of full-attention KV in all: the pool, codes, the index if it is there and the panes, or the full cache."""
-        return self.kv_device_bytes + self.coarse_bytes + self.index_device_bytes + self.pane_bytes
-
-    @property
-    def index_memory(self) -> str:
-        """Whose memory the index is in: the "host"'s, or where layers choose on a GPU the "device"'s."""
-        return "device" if self.index_device_bytes else "host"
-
-    @property
-    def index_host_bytes(self) -> int:
-        """Host memory of the index: all of it, or none where layers choose on a GPU."""
-        return self.index_bytes if self.index_memory == "host" else 0
+        """Device bytes of full-attention KV in all: the pool, codes and the panes, or the full cache."""
+        return self.kv_device_bytes + self.coarse_bytes + self.pane_bytes
 
     @property
     def prefill_rate(self) -> float:
@@ -129,7 +117,7 @@ def sum_stats(parts: Iterable[DraftStats]) -> DraftStats:
 class Prefill:
     """A batch of the prompt was decoded: `done` of `total` tokens, after `seconds` in all.
 
-    resident_bytes: device bytes of full-attention KV, and of an index of it. host_bytes: host bytes taken for records.
+    resident_bytes: device bytes of full-attention KV and of codes. host_bytes: host bytes taken for records.
     exact: it was read against everything before it, outside the pool: of its chunks only one that is not full is resident.
     """
 

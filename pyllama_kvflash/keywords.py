@@ -32,15 +32,12 @@ class Keywords(TypedDict, total=False):
     policy: str | Scorer
     tau: int
     swaps: int
-    ahead: bool
-    turns: int
     share: float
     again: float
     replay: int
     prefill_reselect: bool
     scorer_model: str | None
     scorer_pool: int
-    index: int
     spec: Spec | None
     n_batch: int
     n_ubatch: int

@@ -9,7 +9,7 @@ from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native import CACHE_TYPES
 from pyllama_kvflash.policy import Scorer, n_queries
 from pyllama_kvflash.policy.coarse import CHOICES
-from pyllama_kvflash.policy.fresh import BITS, EXCHANGE
+from pyllama_kvflash.policy.fresh import EXCHANGE
 from pyllama_kvflash.policy.sizing import AUTO_CAP, PoolShape, n_pinned, pinned_chunks
 from pyllama_kvflash.registry import check_not_removed, policy_names
 
@@ -116,25 +116,20 @@ class Options:
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room, or on RPC servers
 
     # what is seen of the rest
-    coarse: str = "auto"  # bits of the codes by which positions outside the pool are attended to: "4", "2" or "4,2" (keys, values); "off": they are not; "auto": by memory, on the CPU
+    coarse: str = "auto"  # bits of the codes by which positions outside the pool are attended to: "4", "2" or "4,2" (keys, values); "off": they are not; "auto": by memory
 
     # which chunks are resident
     policy: str | Scorer = (
-        "auto"  # a name (see registry.policy_names()), or a Scorer; "auto": fresh where it works, else qk
+        "auto"  # a name (see registry.policy_names()), or a Scorer; "auto": fresh where there are codes, else qk
     )
     tau: int = 0  # fewest tokens between two scorings; 0: 2, or 64 with spec
     swaps: int = 0  # most chunks that a scoring brings back, 0: 4; with fresh, guests that a layer exchanges, 0: 32
-    ahead: bool = True  # with fresh on a GPU, layers choose beside the layer before, by predicted queries, where these miss little: faster
-    turns: int = 1  # with fresh and `coarse` off, layers choose at every n-th token, by turns: faster, and further from the full cache
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
     replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
     prefill_reselect: bool = True  # choose the pool between the batches of a prompt, too
     scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
     scorer_pool: int = 2048  # the pool of that model
-    index: int = (
-        0  # bits for each value of a key in the index of "fresh" with `coarse` off: 1, 2 or 4; 0: by the size of a head
-    )
 
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
@@ -227,24 +222,16 @@ class Options:
             raise UsageError(msg)
         check_range(self.tau, 0, MAX_TOKENS, "tau", "0 takes 2, or 64 with spec")
         check_range(self.swaps, 0, MAX_TOKENS, "swaps", "0 takes 4, or 32 with policy fresh")
-        check_range(self.turns, 1, MAX_TOKENS, "turns", "with 1 all layers choose at each token")
         check_range(self.share, 0, 1, "share", "0.03 is usual, 0 sets no limit")
         check_range(self.again, 0, 1, "again", "0.03 is usual, 0 decodes no token again")
         check_range(self.replay, 0, MAX_TOKENS, "replay", "0 runs nothing again")
-        self._check_index()
+        self._check_coarse()
         check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool", "2,048 is usual")
 
-    def _check_index(self) -> None:
-        check_choice(self.index, (0, *BITS), "index")
-        if self.index and self.policy not in _CHOOSING:
-            name = self.policy if isinstance(self.policy, str) else self.policy.name
-            msg = (
-                f"`index` is {self.index}, and `policy` {name!r} has no index: give policy fresh, or leave `index` out"
-            )
-            raise UsageError(msg)
+    def _check_coarse(self) -> None:
         check_choice(self.coarse, CHOICES, "coarse")
-        if self.index and self.coarse not in ("auto", "off"):
-            msg = f"`index` is {self.index}, and with `coarse` {self.coarse} layers choose by the codes: leave one of the two out"
+        if self.policy == "fresh" and self.coarse == "off" and self.pool != "off":
+            msg = "`policy` is fresh, whose layers choose by codes, and `coarse` is off: give policy qk, or leave `coarse` out"
             raise UsageError(msg)
 
     def _check_cache(self) -> None:

@@ -186,10 +186,10 @@ def test_other_means_and_spreads_are_seen(case_of: Callable[..., Case], change: 
     case = case_of("qwen3")
     made = coarse_run(case)
     n = made.guests.info().n
-    blobs = made.guests.saved_index(n)
+    blobs = made.guests.saved_codes(n)
     for i, blob in enumerate(blobs):
         change(blob, made, i)
-    made.guests.restore_index(n, blobs)
+    made.guests.restore_codes(n, blobs)
     assert not is_full_cache(case, made)
 
 
@@ -224,7 +224,7 @@ def coded_rows(made: Coarse, bits: tuple[int, int]) -> list[list[Coded]]:
     n = made.guests.info().n
     return [
         list(unpacked(blob, layer, n, bits))
-        for blob, layer in zip(made.guests.saved_index(n), made.guests.layers, strict=True)
+        for blob, layer in zip(made.guests.saved_codes(n), made.guests.layers, strict=True)
     ]
 
 
@@ -312,7 +312,7 @@ def test_bytes_of_fewer_positions_are_their_beginning(
 ) -> None:
     made = coarse_run(case_of(name, cache_of(name)), bits=bits)
     n = made.guests.info().n
-    all_, few = made.guests.saved_index(n), made.guests.saved_index(320)
+    all_, few = made.guests.saved_codes(n), made.guests.saved_codes(320)
     form = CoarseForm(*bits)
     for layer, whole, part in zip(made.guests.layers, all_, few, strict=True):
         assert len(whole) == form.n_bytes(Heads.of(layer), n)
@@ -322,7 +322,7 @@ def test_bytes_of_fewer_positions_are_their_beginning(
     got = made.run.feed(10, 1)
     made.run.ctx.seq_rm(N_READ)
     made.run.pos = N_READ
-    made.guests.restore_index(n, all_)
+    made.guests.restore_codes(n, all_)
     np.testing.assert_array_equal(made.run.feed(10, 1), got)
     made.run.ctx.close()
 

@@ -26,10 +26,9 @@ from support.runs import TOKENS, Open, feed, logits_of, read
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.report import banner, closing_line, stats_table
-from pyllama_kvflash.engine import loading, memory
+from pyllama_kvflash.engine import memory
 from pyllama_kvflash.engine.memory import most_bits
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 NEAR = 0.012  # relative RMS of logits: queries and weights as bytes, and what else is chosen where shares are alike
-KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|far|near|words|coded|encode|choose|score|gpu|coarse|codes|fresh|kernels).*"
+KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|far|near|words|coded|encode|choose|ask|gpu|coarse|codes|fresh|kernels).*"
 
 Tables = npt.NDArray[np.int32]
 
@@ -114,11 +114,11 @@ def test_codes_are_those_of_the_cpu(
     of_cpu = coarse_run(case, bits=bits)
     n = of_cpu.guests.info().n
     with of_cpu.run:
-        want = of_cpu.guests.saved_index(n)
+        want = of_cpu.guests.saved_codes(n)
     with host_kernels(library):
         made = coarse_run(case, bits=bits, late=1)
     with made.run:
-        for mine, its in zip(made.guests.saved_index(n), want, strict=True):
+        for mine, its in zip(made.guests.saved_codes(n), want, strict=True):
             np.testing.assert_array_equal(mine, its)
 
 
@@ -135,7 +135,7 @@ def test_segments_begin_as_on_the_cpu(case_of: Callable[..., Case], library: Pat
                 guests.put(range(len(guests.layers)), first, records)
                 guests.cover(first, records)
                 first += n
-            return guests.saved_index(first * 64)
+            return guests.saved_codes(first * 64)
 
     for parts in ([96], [30, 40, 26], [64, 1, 31]):
         want = saved(parts)
@@ -152,9 +152,9 @@ def test_saved_codes_go_on(case_of: Callable[..., Case], library: Path) -> None:
         one, two = coarse_run(case, bits=(4, 2), late=1), coarse_run(case, bits=(4, 2), late=1)
     with one.run as a, two.run as b:
         n = one.guests.info().n
-        blobs = one.guests.saved_index(n)
-        two.guests.restore_index(n, [np.zeros_like(blob) for blob in blobs])
-        two.guests.restore_index(n, blobs)
+        blobs = one.guests.saved_codes(n)
+        two.guests.restore_codes(n, [np.zeros_like(blob) for blob in blobs])
+        two.guests.restore_codes(n, blobs)
         assert_equal(steps(a), steps(b))
 
 
@@ -165,7 +165,7 @@ def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: P
     with made.run:
         heads = tuple(map(Heads.of, made.guests.layers))
         codes = sum(CoarseForm(4, 2).n_bytes(h, 4096) for h in heads)
-        want = GpuChoice(None, heads, 4096, 1, 1280, 64).n_bytes(range(len(heads))) + codes
+        want = GpuChoice(heads, 4096, 1, 1280, 64).n_bytes + codes
         took = made.guests.info().device_bytes
         assert abs(took - want) < 16 << 10, "pieces begin at 256 bytes"
 

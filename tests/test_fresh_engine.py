@@ -100,13 +100,13 @@ def test_an_index_grows_with_the_text(opened: Open) -> None:
     read(kv, 1024)
     feed(kv, 1025)
     assert room.n_fitted == 16
-    first = room.native.saved_index(1024)[0]
+    first = room.native.saved_codes(1024)[0]
     feed(kv, 1150, 16)
     assert room.n_fitted == 16
-    assert np.array_equal(room.native.saved_index(1024)[0], first)
+    assert np.array_equal(room.native.saved_codes(1024)[0], first)
     feed(kv, 1153)
     assert room.n_fitted == 18
-    assert not np.array_equal(room.native.saved_index(1024)[0], first)
+    assert not np.array_equal(room.native.saved_codes(1024)[0], first)
     check(kv)
 
 

@@ -66,7 +66,7 @@ def room(kv: KVFlash) -> GuestRoom:
 
 def index(kv: KVFlash) -> list[bytes]:
     """The index of each layer."""
-    return [part.tobytes() for part in room(kv).native.saved_index(room(kv).native.info().n)]
+    return [part.tobytes() for part in room(kv).native.saved_codes(room(kv).native.info().n)]
 
 
 def damage(path: Path, section: str, to: Path) -> Path:
@@ -178,7 +178,7 @@ def test_a_part_has_the_first_part_of_the_index(
     kv = read(opened(snapshots=True, **options), N)
     before, n_chunk = room(kv), kv.options.chunk
     n = 1300 // n_chunk * n_chunk
-    want = [part.tobytes() for part in before.native.saved_index(min(n, before.native.info().n))]
+    want = [part.tobytes() for part in before.native.saved_codes(min(n, before.native.info().n))]
     monkeypatch.setattr(guests.Guests, "components", None)
     if how == "saved":
         kv.save(snap, n)
@@ -189,7 +189,7 @@ def test_a_part_has_the_first_part_of_the_index(
     else:
         kv.save(snap)
         assert kv.restore(snap, np.concatenate([TOKENS[:1310], MORE])) == n
-    assert [part.tobytes() for part in room(kv).native.saved_index(min(n, len_of(want, kv)))] == want
+    assert [part.tobytes() for part in room(kv).native.saved_codes(min(n, len_of(want, kv)))] == want
     assert room(kv).native.info().n == n, "what the index lacked was put into it"
     assert (room(kv).native.tables()[1] == -1).all()
     assert len(room(kv).native.tables()[0])
@@ -203,7 +203,7 @@ def len_of(parts: list[bytes], kv: KVFlash) -> int:
     """Of how many positions an index is."""
     native, n_chunk = room(kv).native, kv.options.chunk
     sizes = tuple(map(len, parts))
-    return max(n for n in range(0, N, n_chunk) if native.index_sizes(n) == sizes)
+    return max(n for n in range(0, N, n_chunk) if native.code_sizes(n) == sizes)
 
 
 def test_an_index_of_a_short_part_is_made_again_when_it_has_doubled(

@@ -69,7 +69,7 @@ def before_answer(kv: KVFlash, variant: Variant) -> None:
 
 
 def device_bytes(kv: KVFlash, variant: Variant, pool: int | None) -> int:
-    """Return the device bytes of the KV, with an index that is there and the panes of an exact pass; for a control, those of
+    """Return the device bytes of the KV, with codes and the panes of an exact pass; for a control, those of
     the pool through which its prompt is read.
     """
     if not variant.control or pool is None or kv.n_pool is None:

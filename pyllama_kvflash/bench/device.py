@@ -8,22 +8,22 @@ from pyllama_kvflash.native import devices
 
 @dataclass(frozen=True, slots=True)
 class DeviceKV:
-    """Device bytes of full-attention KV: the pool or the full cache, codes, or the index of its keys if that is there and what choosing by it takes; the panes."""
+    """Device bytes of full-attention KV: the pool or the full cache, codes with what attending to them takes, the panes."""
 
     pool: int
-    index: int
+    codes: int
     panes: int
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.pool + self.index + self.panes
+        return self.pool + self.codes + self.panes
 
 
 def device_kv(kv: KVFlash) -> DeviceKV:
     """Return what the engine holds now."""
     stats = kv.stats()
-    return DeviceKV(stats.kv_device_bytes, stats.coarse_bytes + stats.index_device_bytes, stats.pane_bytes)
+    return DeviceKV(stats.kv_device_bytes, stats.coarse_bytes, stats.pane_bytes)
 
 
 def device_used() -> int | None:

@@ -81,7 +81,7 @@ def _kld_panel(axis: Any, rows: Sequence["KldRow"]) -> None:
     if any(r.kld > 0 for r in rows):
         axis.set_yscale("log")
     _memory_ticks(axis, rows)
-    axis.set_xlabel("device memory for KV, panes and an index that is there too, of the full f16 cache")
+    axis.set_xlabel("device memory for KV, panes and codes, of the full f16 cache")
     axis.grid(alpha=0.3)
     if axis.lines:
         axis.legend(fontsize=8)

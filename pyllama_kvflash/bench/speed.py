@@ -225,7 +225,7 @@ def _points(
             "pages_in": steps.pages_in,
             "kv_device_bytes": now.total,
             "pool_bytes": now.pool,
-            "index_bytes": now.index,
+            "coarse_bytes": now.codes,
             "pane_bytes": now.panes,
             "kv_most_bytes": most,
             "host_bytes": stats.host_bytes,
@@ -258,7 +258,7 @@ class Row:
     decode_rate: from the median step.
     prefill_rate: of the stretch from the context before; prefill_all: of everything so far.
     worst_moved_ratio: the worst of the steps at which chunks moved and the AFTER next ones, over the median.
-    kv_device_bytes: while decoding: pool_bytes (the pool or the full cache), index_bytes (codes, or an index of its keys that is on the device)
+    kv_device_bytes: while decoding: pool_bytes (the pool or the full cache), coarse_bytes (codes, with what attending to them takes)
         and pane_bytes. kv_most_bytes: the most at any time so far.
     device_bytes: memory in use beyond that before the model was loaded.
     error: why there are no figures.
@@ -282,7 +282,7 @@ class Row:
     prefill_x: float | None = None
     kv_device_bytes: int | None = None
     pool_bytes: int | None = None
-    index_bytes: int | None = None
+    coarse_bytes: int | None = None
     pane_bytes: int | None = None
     kv_most_bytes: int | None = None
     device_bytes: int | None = None
@@ -336,7 +336,7 @@ def _row(cache: Cache, result: Result, point: Result) -> Row:
         prefill_all=point["total"] / point["total_s"],
         kv_device_bytes=point["kv_device_bytes"],
         pool_bytes=point.get("pool_bytes"),  # not in results of earlier versions
-        index_bytes=point.get("index_bytes"),
+        coarse_bytes=point.get("coarse_bytes", point.get("index_bytes")),
         pane_bytes=point.get("pane_bytes"),
         kv_most_bytes=point.get("kv_most_bytes"),
         device_bytes=None if used is None or before is None else used - before,
@@ -369,7 +369,7 @@ def beside_lru(rows: Sequence[Row]) -> Iterator[str]:
 
 _HEAD = (
     "context", "cache", "decode tok/s", "mean", "x full", "median step ms", "worst/median step", "where chunks moved",
-    "prefill tok/s", "of all", "x full", "device KV MiB", "pool + index + panes", "at most", "device in use MiB", "host GiB",
+    "prefill tok/s", "of all", "x full", "device KV MiB", "pool + codes + panes", "at most", "device in use MiB", "host GiB",
     "reselects", "pages in",
 )  # fmt: skip
 
@@ -416,7 +416,7 @@ def _cells(r: Row) -> list[str]:
         _number(r.prefill_all, ",.0f"),
         _number(r.prefill_x, ".2f"),
         _number(r.kv_device_bytes, ",.1f", MIB),
-        " + ".join(f"{part / MIB:,.1f}" for part in (r.pool_bytes, r.index_bytes, r.pane_bytes) if part is not None)
+        " + ".join(f"{part / MIB:,.1f}" for part in (r.pool_bytes, r.coarse_bytes, r.pane_bytes) if part is not None)
         or "-",
         _number(r.kv_most_bytes, ",.1f", MIB),
         _number(r.device_bytes, ",.0f", MIB),

@@ -12,22 +12,21 @@ from rich.table import Table
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.memory import mib, place_name, sum_line
-from pyllama_kvflash.cli.report import Reporter, bits_a_value
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.load_plan import pool_size
 from pyllama_kvflash.engine.loading import Probe, check_file, probe, with_policy
-from pyllama_kvflash.engine.memory import coarse_bytes, device_memory, index_bytes
+from pyllama_kvflash.engine.memory import coarse_bytes, device_memory
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.panes import exact_bytes
 from pyllama_kvflash.engine.planning import needs
-from pyllama_kvflash.errors import counted, number
+from pyllama_kvflash.errors import counted
 from pyllama_kvflash.gguf_header import read_parts
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import PoolSize
 from pyllama_kvflash.policy.coarse import CoarseForm
-from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.text import printable
 
@@ -57,9 +56,6 @@ class Findings:
     auto: PoolSize
     pane_bytes: int  # of an exact pass over the context, f16
     exact_compute_bytes: int
-    form: IndexForm  # of fresh's index
-    index_bytes: int  # of that index, for the context
-    index_device_bytes: int  # of a GPU's memory, for it and for choosing by it; 0: it is host memory
     needs: tuple[Need, ...]  # of the devices that hold anything
     coarse: str  # codes that a pool has with these options
     coarse_bytes: int  # of a context's codes
@@ -100,12 +96,8 @@ def _look(model: Model, options: Options) -> Findings:
     auto = pool_size(automatic, found) if found else PoolSize(None, ("nothing to pool",))
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
     panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
-    form, heads = IndexForm.of(seen.geometry.head, options.index), seen.geometry.heads if seen.unchosen is None else ()
-    index = sum(form.n_bytes(h, options.n_ctx) for h in heads)
     taken, size = ((), PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
-    asked = replace(options, policy="fresh", pool="auto", coarse="off")
     coded = with_policy(replace(given, pool="auto"), seen)
-    there = sum(index_bytes(seen.geometry, asked, size.n_pool).values()) if heads else 0
     return Findings(
         model=model,
         n_files=len(read_parts(model.path)),
@@ -116,9 +108,6 @@ def _look(model: Model, options: Options) -> Findings:
         auto=auto,
         pane_bytes=panes,
         exact_compute_bytes=compute,
-        form=form,
-        index_bytes=index,
-        index_device_bytes=there,
         needs=taken,
         coarse=coded.coarse,
         coarse_bytes=sum(coarse_bytes(seen.geometry, coded).values()),
@@ -158,7 +147,6 @@ def _table(f: Findings) -> Table:
             ("exact pass", f"{mib(f.pane_bytes)} of KV, {mib(f.exact_compute_bytes)} of buffers for the context")
         )
         rows.append(("codes", _codes(f)))
-        rows.append(("index of fresh", _index(f)))
     what = "the full cache" if f.n_pool is None else f"a pool of {f.n_pool:,}"
     rows += [(f"{place_name(need)}, with {what}", sum_line(need)) for need in f.needs]
     for row in rows:
@@ -171,20 +159,6 @@ def _codes(f: Findings) -> str:
         return f"none: {f.probe.uncoded or '`coarse` is off, or there is no memory for them'}"
     share = 100 * f.coarse_bytes / (f.token_bytes["f16"] * f.n_ctx)
     return f"{form}, {mib(f.coarse_bytes)} for the context ({share:.1f} % of its f16 cache)"
-
-
-def _index(f: Findings) -> str:
-    if f.probe.unchosen is not None:
-        return f"none: {f.probe.unchosen}"
-    share = 100 * f.index_bytes / (f.token_bytes["f16"] * f.n_ctx)
-    geometry = f.probe.geometry
-    per_token = f"{number(f.form.n_bits * sum(h.n_kv for h in geometry.heads) / 8)} bytes a token"
-    memory = "device" if f.index_device_bytes else "host"
-    choosing = f", {mib(f.index_device_bytes)} with what choosing takes" if f.index_device_bytes else ""
-    return (
-        f"{bits_a_value(f.form.n_bits / geometry.head)}: {per_token}, {mib(f.index_bytes)} of {memory} memory for the context"
-        f" ({share:.1f} % of its f16 cache){choosing}"
-    )
 
 
 def _as_dict(f: Findings) -> dict[str, Any]:
@@ -212,8 +186,6 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "exact_compute_bytes": f.exact_compute_bytes,
         "coarse": f.coarse,
         "coarse_bytes": f.coarse_bytes,
-        "index_bytes": f.index_bytes,
-        "index_device_bytes": f.index_device_bytes,
         "n_pool": f.n_pool,
         "memory": [{**asdict(need), "total": need.total} for need in f.needs],
     }

@@ -9,7 +9,6 @@ _NAMES = {
     "weights": "weights",
     "kv": "KV",
     "coarse": "codes",
-    "index": "index of fresh",
     "states": "states",
     "panes": "layers of an exact pass",
     "buffers": "buffers",

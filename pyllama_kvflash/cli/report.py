@@ -18,18 +18,12 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import counted, number
 from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
 from pyllama_kvflash.native.guests import UNIT
-from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.text import printable
 
 _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
 _BARS = ((100, 40), (80, 20))  # least columns of a terminal, and those of its bar; a narrower one has text alone
 _GAP = "  "
 _SHORT = 120  # seconds; a longer time is given in minutes
-
-
-def bits_a_value(bits: float) -> str:
-    """Return how fine an index is: "2 bits a value"."""
-    return f"{number(bits)} bit{'s' * (bits != 1)} a value"
 
 
 def time_left(seconds: float) -> str:
@@ -297,16 +291,13 @@ def banner(kv: KVFlash) -> list[str]:
 
 
 def _beside(kv: KVFlash, s: Stats) -> str:
-    """Return what is kept of all positions beside the pool: codes, or fresh's index; nothing with other policies."""
+    """Return what is seen of all positions outside the pool; nothing without codes."""
     room = kv.pager.guests
     if room is None:
         return ""
     size = kv.options.n_parallel * room.n_bytes(kv.options.n_ctx)
-    taken = f"at the full context, {100 * size / s.kv_full_bytes:.1f} % of the full cache"
-    if isinstance(room.form, CoarseForm):
-        return f", everything outside the pool seen by {room.form} ({mib(size)} {taken})"
-    bits = room.form.n_bits / min(layer.n_embd_head_k for layer in room.native.layers)
-    return f" (index of {bits_a_value(bits)}: {mib(size)} of {s.index_memory} memory {taken})"
+    taken = f"{mib(size)} at the full context, {100 * size / s.kv_full_bytes:.1f} % of the full cache"
+    return f", everything outside the pool seen by {room.form} ({taken})"
 
 
 def closing_line(s: Stats, reason: str) -> str:
@@ -337,20 +328,18 @@ def _held(s: Stats) -> list[str]:
     device = (
         mib(s.kv_device_bytes)
         + _more(s.coarse_bytes, "of codes")
-        + _more(s.index_device_bytes, "of index")
         + _more(s.pane_bytes, "to read prompts")
     )
-    host = mib(s.host_bytes) + _more(s.index_host_bytes, "of index")
+    host = mib(s.host_bytes)
     return [f"device KV {device}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)", f"host {host}"]
 
 
 def _held_in_ram(s: Stats) -> str:
     """Return what a pool has where there is no GPU: all of it is RAM."""
-    n_all = s.device_kv_bytes + s.host_bytes + s.index_host_bytes
+    n_all = s.device_kv_bytes + s.host_bytes
     parts = (
         _more(s.host_bytes, "of records")
         + _more(s.coarse_bytes, "of codes")
-        + _more(s.index_host_bytes, "of index")
         + _more(s.pane_bytes, "to read prompts")
     )
     return f"KV {mib(n_all)} = {mib(s.kv_device_bytes)} of pool{parts}, full cache {mib(s.kv_full_bytes)}"
@@ -392,12 +381,9 @@ def stats_table(s: Stats) -> Table:
         rows.insert(
             -1, ("codes", f"{s.coarse_bytes:,} bytes ({mib(s.coarse_bytes)}), of {counted(s.coarse_tokens, 'token')}")
         )
-    if s.guest_blocks or s.index_bytes:
+    if s.guest_blocks:
         guests = f"{s.guest_blocks:,} blocks; layers fetched {s.guests_fetched:,} guests of {UNIT} tokens"
-        index = f"{s.index_bytes:,} bytes ({mib(s.index_bytes)}) of {s.index_memory} memory"
-        if s.index_device_bytes:
-            index += f"; {mib(s.index_device_bytes)} with those of other sequences, and what choosing takes"
-        rows[-1:-1] = [*([("index", index)] if s.index_bytes else []), ("guests", guests)]
+        rows.insert(-1, ("guests", guests))
     if n := s.draft_steps + s.plain_steps:
         right = f"{s.accepted:,} of {s.drafted:,} tokens right ({100 * s.acceptance:.1f} %)"
         steps = f"{s.mean_committed:.2f} tokens a drafted step, {100 * s.gated_steps / n:.1f} % of {n:,} steps gated"

@@ -7,7 +7,6 @@ from pyllama_kvflash.native import Model, PoolParams
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, resolve_pool
 from pyllama_kvflash.policy.coarse import CoarseForm
-from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import BATCH, RESERVE, DeviceMemory, n_panes
 
 LATE = 0
@@ -74,7 +73,7 @@ def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Gr
             if ground.read_exactly(n_pane, tap):
                 size = pool_size(options, ground.memory())
     usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
-    pool = None if size.n_pool is None else _params(model, options, size.n_pool, tap, geometry.head)
+    pool = None if size.n_pool is None else _params(model, options, size.n_pool, tap)
     return LoadPlan(size, min(options.n_batch or usual, options.n_ctx), pool)
 
 
@@ -90,18 +89,12 @@ def pool_size(options: Options, memory: list[DeviceMemory]) -> PoolSize:
     )
 
 
-def indexed(pool: PoolParams, options: Options, head: int) -> PoolParams:
-    """Return the parameters of a pool of which each layer chooses a part, or beside which all positions have codes. head: values
-    of a key.
-    """
-    if coarse := CoarseForm.of(options.coarse):
-        return replace(pool, coarse_k=coarse.k, coarse_v=coarse.v, n_exchange=options.n_swaps, late=LATE)
-    if options.policy != "fresh":
+def coded(pool: PoolParams, options: Options) -> PoolParams:
+    """Return the parameters of a pool beside which all positions have codes, if the options ask for them."""
+    coarse = CoarseForm.of(options.coarse)
+    if coarse is None:
         return pool
-    form = IndexForm.of(head, options.index)
-    parts = {"index_four": form.n_four, "index_two": form.n_two, "index_one": form.n_one}
-    ahead = 2 if options.ahead and options.lossless else int(options.ahead)  # drafts are checked, and need not wait
-    return replace(pool, **parts, n_exchange=options.n_swaps, n_turn=options.turns, ahead=ahead)
+    return replace(pool, coarse_k=coarse.k, coarse_v=coarse.v, n_exchange=options.n_swaps, late=LATE)
 
 
 def _tap(policy: str, query: str, options: Options, n_layer: int) -> Tap:
@@ -109,7 +102,7 @@ def _tap(policy: str, query: str, options: Options, n_layer: int) -> Tap:
     return Tap(n_token, max(1, -(-n_layer // MOST_LAYERS)) if policy == "qk" else 1)
 
 
-def _params(model: Model, options: Options, n_pool: int, tap: Tap, head: int) -> PoolParams:
+def _params(model: Model, options: Options, n_pool: int, tap: Tap) -> PoolParams:
     mark = model.fingerprint
     pool = PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=tap.n_token, fingerprint=mark, q_every=tap.every)
-    return indexed(pool, options, head)
+    return coded(pool, options)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyllama_kvflash.engine.load_plan import LoadPlan, Tap, indexed, plan_contexts
+from pyllama_kvflash.engine.load_plan import LoadPlan, Tap, coded, plan_contexts
 from pyllama_kvflash.engine.memory import check_memory, device_memory, most_bits
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes
 from pyllama_kvflash.engine.panes import ExactBytes, held_bytes, open_exact
 from pyllama_kvflash.engine.placement import on_host, place
-from pyllama_kvflash.engine.refusals import ON_DISK, of_codes, of_guests, of_memory, of_model
+from pyllama_kvflash.engine.refusals import ON_DISK, of_codes, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.files import model_parts
@@ -91,8 +91,7 @@ class Probe:
     layers: tuple[int, ...]
     geometry: Geometry
     refusal: str | None
-    unchosen: str | None = None  # why its layers cannot choose their chunks (policy "fresh"); None if they can
-    uncoded: str | None = None  # why there can be no codes of all positions; None if there can
+    uncoded: str | None = None  # why there can be no codes of all positions, and so no policy "fresh"; None if there can
 
 
 def load(
@@ -157,19 +156,19 @@ def _probed(model: Model, options: Options) -> Probe:
     if seen.refusal is not None and options.pool != "off":
         msg = f"{model.path} cannot be run with a pool: {seen.refusal}"
         raise UnsupportedError(msg)
-    if seen.unchosen == ON_DISK.reason and options.policy == "fresh" and options.pool != "off":
-        msg = f"{model.path} cannot be run with policy fresh: {ON_DISK}"
-        raise UnsupportedError(msg)
-    if seen.uncoded is not None and options.coarse not in ("auto", "off") and options.pool != "off":
-        msg = f"{model.path} cannot be run with `coarse` {options.coarse}: {of_codes(seen.uncoded)}"
-        raise UnsupportedError(msg)
+    if seen.uncoded is not None and options.pool != "off":
+        given = options.coarse not in ("auto", "off")
+        if given or options.policy == "fresh":
+            what = f"`coarse` {options.coarse}" if given else "policy fresh"
+            msg = f"{model.path} cannot be run with {what}: {of_codes(seen.uncoded)}"
+            raise UnsupportedError(msg)
     return seen
 
 
 def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEngine, parts: ExitStack) -> Loaded:
     program, seen = program_bytes(model), _probed(model, options)
-    other = (f"policy qk, not fresh: {seen.unchosen}",) if options.policy == "auto" and seen.unchosen else ()
-    options = with_policy(options, seen)
+    given, options = options, with_policy(options, seen)
+    other = _other_policy(given, options, seen)
     ground = _Loading(model, seen.geometry, options, open_engine, parts)
     plan = plan_contexts(model, seen.geometry, options, ground)
     size, pool = plan.size, plan.pool
@@ -288,25 +287,34 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
     except KVFlashError as err:
         kind = f"a pool of {pool.n_pool:,} tokens" if pool else "the full cache"
         types = f"cache types {options.type_k}/{options.type_v}"
-        refused = pool is not None and pool.index_four and isinstance(err, UnsupportedError)
-        why = of_guests(str(err)) if refused else err
+        refused = pool is not None and pool.coarse_k and isinstance(err, UnsupportedError)
+        why = of_codes(str(err)) if refused else err
         msg = f"no context of {options.n_ctx:,} tokens with {kind} and {types} can be made: {why}"
         raise type(err)(msg) from None
 
 
 def with_policy(options: Options, seen: Probe) -> Options:
-    """Return the options with `coarse` and policy "auto" resolved: the closest codes that there is memory for; "fresh" where each
-    layer can choose, else "qk". Both have an opening: RULER has not shown yet that fresh can do without.
+    """Return the options with `coarse` and policy "auto" resolved: the closest codes that there is memory for; "fresh" with codes,
+    else "qk". Both have an opening: RULER has not shown yet that fresh can do without.
     """
     if options.coarse == "auto":
-        possible = seen.uncoded is None and bool(seen.geometry.rows)
-        coded = possible and not options.index and options.pool != "off"
-        options = replace(options, coarse=most_bits(seen.geometry, options) if coded else "off")
+        possible = seen.uncoded is None and bool(seen.geometry.rows) and options.pool != "off"
+        bits = most_bits(seen.geometry, options) if possible else "off"
+        if possible and options.policy == "fresh" and bits == "off":
+            bits = FORMS[-1]  # whoever names it is told that there is no memory
+        options = replace(options, coarse=bits)
     if options.policy != "auto":
         return options
-    if seen.unchosen is not None:
-        return replace(options, policy="qk", index=0)
+    if options.coarse == "off":
+        return replace(options, policy="qk")
     return replace(options, policy="fresh", opening=options.n_opening)
+
+
+def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, ...]:
+    """Return a note if the policy is another one than most models have, unless that was asked for."""
+    if given.policy != "auto" or options.policy == "fresh" or given.coarse == "off":
+        return ()
+    return (f"policy qk, not fresh: {seen.uncoded or 'there is no memory for codes of all positions'}",)
 
 
 def why_unchosen(path: Path, options: Options) -> str | None:
@@ -318,7 +326,7 @@ def why_unchosen(path: Path, options: Options) -> str | None:
         add_rpc(server)
     with Model.load(path, **where(options), no_alloc=True) as model:
         seen = probe(model, options)
-    return seen.unchosen if seen.refusal is None else None
+    return seen.uncoded if seen.refusal is None else None
 
 
 def probe(model: Model, options: Options) -> Probe:
@@ -343,15 +351,13 @@ def probe(model: Model, options: Options) -> Probe:
     geometry = Geometry(rows, tuple(layer.device for layer in layers), heads)
     seen = Probe(memory_class, tuple(layer.il for layer in layers), geometry, refusal)
     pool = PoolParams(n_pool=256)
-    fresh = replace(options, policy="fresh", coarse="off")
-    unchosen = _refused(model, pool=indexed(pool, fresh, geometry.head), **small, **types) if layers else _NO_LAYER
-    coded = indexed(pool, replace(fresh, coarse=FORMS[0], index=0), geometry.head)
-    uncoded = _refused(model, pool=coded, **small, **types) if layers and options.coarse != "off" else _NO_LAYER
-    if unchosen is not None and (error := _refused(model, pool=pool, **small, **types)):
+    bits = coded(pool, replace(options, policy="qk", coarse=FORMS[0]))
+    uncoded = _refused(model, pool=bits, **small, **types) if layers else _NO_LAYER
+    if uncoded is not None and (error := _refused(model, pool=pool, **small, **types)):
         refusal = refusal or of_memory(memory_class, len(layers), error)
     if options.disk is not None and _on_gpu(geometry):
-        unchosen, uncoded = unchosen or ON_DISK.reason, uncoded or ON_DISK.reason
-    return replace(seen, refusal=refusal, unchosen=unchosen, uncoded=uncoded)
+        uncoded = uncoded or ON_DISK.reason
+    return replace(seen, refusal=refusal, uncoded=uncoded)
 
 
 def _on_gpu(geometry: Geometry) -> bool:

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from pyllama_kvflash.engine.memory import coarse_bytes, in_memory, index_bytes
+from pyllama_kvflash.engine.memory import coarse_bytes, in_memory
 from pyllama_kvflash.engine.panes import ExactBytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
-from pyllama_kvflash.policy.fresh import IndexForm
 from pyllama_kvflash.policy.sizing import CELLS
 from pyllama_kvflash.pool.checkpoints import MOST
 
@@ -26,7 +25,7 @@ DRIVER = 500 << 20
 class Need:
     """Bytes that a device holds with a full context.
 
-    kv: of full attention: the pool, or the full cache. coarse: codes of all positions. index: by which layers choose. states: sliding windows and recurrent
+    kv: of full attention: the pool, or the full cache. coarse: codes of all positions, and what a GPU takes to attend to them. states: sliding windows and recurrent
     states. panes: of an exact pass. buffers: of the computation, as they are allocated; the host uses a part. drafter: all of a
     draft model. records: of chunks, in host memory. checkpoints: of states, in host memory. program: Python and its libraries, or the GPU's driver.
     """
@@ -36,7 +35,6 @@ class Need:
     weights: int = 0
     kv: int = 0
     coarse: int = 0
-    index: int = 0
     states: int = 0
     panes: int = 0
     buffers: int = 0
@@ -84,8 +82,7 @@ def needs_of(
     n_all = -(-options.n_ctx // CELLS) * CELLS * options.n_parallel
     full = sum(token_bytes.values()) * n_all
     held, first, host = ctx.kv_bytes(), next(iter(token_bytes), 0), [d.gpu for d in found].index(False)
-    index = {host: _host_index(geometry, options), **index_bytes(geometry, options, n_pool)} if n_pool else {}
-    coarse = coarse_bytes(geometry, options) if n_pool else {}
+    coarse = coarse_bytes(geometry, options, n_pool) if n_pool else {}
     res = []
     for i, device in enumerate(found):
         read = exact.get(i, ExactBytes())
@@ -95,7 +92,6 @@ def needs_of(
             weights=weights[i],
             kv=token_bytes.get(i, 0) * (n_pool or n_all),
             coarse=coarse.get(i, 0),
-            index=index.get(i, 0),
             states=(held.swa + held.recurrent if i == first else 0) + read.states,
             panes=read.panes,
             buffers=ctx.compute_bytes(i) + read.buffers,
@@ -122,16 +118,6 @@ def program_bytes(model: Model | None = None) -> int:
         on_host = sum(sizes[i] for i, device in enumerate(devices()) if not device.gpu)
         _program.append(max(0, resident_bytes() - on_host))
     return _program[0]
-
-
-def _host_index(geometry: Geometry, options: Options) -> int:
-    """Return the bytes of the index of those layers that have their KV on the host."""
-    if options.policy != "fresh" or options.coarse != "off":
-        return 0
-    form, hosts = IndexForm.of(geometry.head, options.index), {i for i, d in enumerate(devices()) if not d.gpu}
-    placed = zip(geometry.heads, geometry.devices or (0,) * len(geometry.heads), strict=True)
-    heads = [h for h, device in placed if device in hosts]
-    return options.n_parallel * sum(form.n_bytes(h, options.n_ctx) for h in heads)
 
 
 def _checkpoints(ctx: Context, options: Options) -> int:

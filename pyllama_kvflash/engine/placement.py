@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from pyllama_kvflash.engine.memory import choosing_bytes
+from pyllama_kvflash.engine.memory import coarse_bytes
 from pyllama_kvflash.engine.panes import exact_bytes
 from pyllama_kvflash.engine.speculation import drafter_bytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
@@ -55,7 +55,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     n_layer = 1 + max((int(m[1]) for w in weights if (m := _LAYER.match(w.name))), default=-1)
     here = sorted({w.device for w in weights} | token_bytes.keys())
     state, computed, drafter = _measured(model, geometry, options, here)
-    index = choosing_bytes(geometry, options)
+    codes = coarse_bytes(geometry, options)
     reads = options.pool != "off" and options.prefill != "pool"
     exact = exact_bytes(model, geometry, options) if reads else {}
     copy = max((w.size for w in weights if _IS_EXPERTS.match(w.name)), default=0)
@@ -76,7 +76,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
                 compute=compute,
                 token_compute=token_compute,
                 drafter=draft,
-                index=index.get(i, 0),
+                codes=codes.get(i, 0),
                 gpu=found[i].gpu,
             )
         )

@@ -15,7 +15,7 @@ class Refusal(NamedTuple):
 
 _FULL = "run it with the full cache: `pool` off"
 _NO_GAIN = "run it with the full cache, which is as small: `pool` off"
-_OTHER = "use another policy, such as `policy` qk"
+_OTHER = "give `policy` qk and `coarse` off"
 _AGAIN = "clear the sequence and read its tokens again"
 _PICKS = "by which each token picks the positions it attends to, and which a pool cannot page"
 
@@ -87,9 +87,9 @@ CALLS = {
 }
 """Calls of the native library that a pool refuses, in the library's own words."""
 
-GUESTS = {
+CODES = {
     "a KV cache on a device that is neither the CPU nor CUDA's": Refusal(
-        "layers choose on the CPU or by CUDA, and the KV cache is on another device",
+        "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on another device",
         f"{_OTHER}, or the CPU (`n_gpu_layers` 0)",
     ),
     "a pool that is too large for a GPU's shared memory": Refusal(
@@ -99,30 +99,22 @@ GUESTS = {
         "ALiBi needs the position of each cell, which guests do not have", _OTHER
     ),
     "rows of keys that are not those of heads": Refusal("the keys of layer {} are not rows of heads", _OTHER),
-}
-"""Pools that policy fresh does not take. The reason is in the library's own words."""
-
-CODES = {
-    "codes of all positions (`coarse`) with a KV cache that is neither in host memory nor on a CUDA device": Refusal(
-        "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on another device",
-        "leave `coarse` out, or the CPU (`n_gpu_layers` 0)",
-    ),
     "codes (`coarse`) on a GPU older than Turing, or with large heads on one of small blocks": Refusal(
         "this GPU cannot attend to codes: it is older than Turing, or its blocks have too little memory",
-        "leave `coarse` out, or the CPU (`n_gpu_layers` 0)",
+        f"{_OTHER}, or the CPU (`n_gpu_layers` 0)",
     ),
     "codes (`coarse`) of a model whose attention CUDA does not compute": Refusal(
         "the attention is computed on another device than that of its KV cache",
-        "leave `coarse` out, or give `flash_attn` off",
+        f"{_OTHER}, or give `flash_attn` off",
     ),
 }
-"""Pools that have no codes. The reason is in the library's own words."""
+"""Pools that have no codes of all positions, by which layers choose with policy fresh. The reason is in the library's own words."""
 
 ON_DISK = Refusal(
     "layers on a GPU fetch from pinned memory, and records on disk (`disk`) cannot be pinned",
     f"{_OTHER}, or leave `disk` out",
 )
-"""Policy fresh with records on disk and a layer on a GPU. The engine says so."""
+"""Codes with records on disk and a layer on a GPU. The engine says so."""
 
 SHIFT = Refusal(
     "a full context is not shifted, for the chunks outside the pool would have to be shifted, too",
@@ -136,16 +128,10 @@ def of_model(kind: str) -> str:
     return str(MODELS[kind])
 
 
-def of_guests(error: str) -> str:
-    """Return why layers cannot choose, and what to do instead. error: the library's message."""
-    known = (r for r in GUESTS.values() if error == r.reason)
-    return str(next(known, Refusal(error, _OTHER)))
-
-
 def of_codes(error: str) -> str:
     """Return why there can be no codes of all positions, and what to do instead. error: the library's message."""
     known = (r for r in CODES.values() if error == r.reason)
-    return str(next(known, Refusal(error, "leave `coarse` out, or give off")))
+    return str(next(known, Refusal(error, _OTHER)))
 
 
 def of_memory(memory_class: str, n_layer: int, error: str) -> str:

@@ -298,7 +298,7 @@ class KVSequence:
     @property
     @guarded
     def resident_bytes(self) -> int:
-        """Device bytes allocated for full-attention KV: the pool, the index if it is there and the panes, or the whole
+        """Device bytes allocated for full-attention KV: the pool, codes of all sequences and the panes, or the whole
         context.
         """
         return self.sequence.resident_bytes

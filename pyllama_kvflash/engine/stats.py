@@ -5,7 +5,7 @@ from typing import Any
 from pyllama_kvflash.engine.loading import Loaded
 from pyllama_kvflash.engine.need import peak_bytes
 from pyllama_kvflash.events import Stats
-from pyllama_kvflash.policy.coarse import CoarseForm
+from pyllama_kvflash.pool.guests import coarse_bytes
 from pyllama_kvflash.pool.sequence import PooledSequence
 
 
@@ -13,8 +13,7 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
     """Return the figures of a sequence now. counts: the other fields of Stats."""
     kv, pager, selector = sequence.ctx.kv_bytes(), sequence.pager, sequence.selector
     room = pager.guests if pager else None
-    guests, coarse = (room.native.info(), isinstance(room.form, CoarseForm)) if room else (None, False)
-    coarse_bytes = guests.bytes if guests and guests.n and coarse else 0
+    guests = room.native.info() if room else None
     return Stats(
         n_ctx=loaded.options.n_ctx,
         n_pool=loaded.n_pool,
@@ -33,10 +32,8 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
         reselects=selector.n_done if selector else 0,
         reselect_s=selector.seconds if selector else 0.0,
         summary_bytes=pager.summaries.n_bytes if pager and pager.summaries else 0,
-        index_bytes=guests.bytes if guests and not coarse else 0,
-        coarse_bytes=coarse_bytes,
-        coarse_tokens=guests.n if guests and coarse else 0,
-        index_device_bytes=max(0, guests.device_bytes - coarse_bytes) if guests else 0,
+        coarse_bytes=coarse_bytes(loaded.shared.guests) if loaded.shared else 0,
+        coarse_tokens=guests.n if guests else 0,
         guest_blocks=guests.n_block if guests else 0,
         guests_fetched=room.native.n_fetched() if room else 0,
         gpu_bytes=sum(need.total for need in loaded.memory if need.gpu),

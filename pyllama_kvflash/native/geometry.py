@@ -12,13 +12,9 @@ class PoolParams:
     q_tap: how many last tokens of a ubatch keep their queries for queries(); 0: none.
     fingerprint: of the model, written to every record.
     q_every: queries are kept in every q_every-th layer.
-    index_four, index_two, index_one: components of a key that have 4, 2 and 1 bits in the index by which each layer chooses
-        its guests; 0: there are no guests.
     n_exchange: guests of a layer that a ubatch exchanges at most.
-    n_turn: layers choose at every n-th token, by turns.
-    ahead: by predicted queries, where a GPU computes that beside the layer before; 2: also where these are known to miss much.
-    coarse_k, coarse_v: bits of the codes, 2 or 4, by which positions outside the pool are attended to; 0: they are not. Guests
-        are chosen by these, and there is no index.
+    coarse_k, coarse_v: bits of the codes, 2 or 4, by which positions outside the pool are attended to; 0: they are not, and
+        there are no guests.
     late: guests are chosen after the attention, for the next token, rather than before it.
     """
 
@@ -27,12 +23,7 @@ class PoolParams:
     q_tap: int = 0
     fingerprint: int = 0
     q_every: int = 1
-    index_four: int = 0
-    index_two: int = 0
-    index_one: int = 0
     n_exchange: int = 0
-    n_turn: int = 1
-    ahead: int = 1
     coarse_k: int = 0
     coarse_v: int = 0
     late: int = 0

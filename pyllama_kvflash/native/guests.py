@@ -1,4 +1,4 @@
-"""Guests: blocks of a pool in which each layer holds units of 16 positions, chosen in the graph by an index of the keys."""
+"""Guests: blocks of a pool in which each layer holds units of 16 positions, chosen in the graph; and codes of all positions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,14 @@ from pyllama_kvflash.native.lib import check, compute, ffi, lib
 UNIT = int(lib.KVF_UNIT)
 """Positions of a guest."""
 
-Floats = npt.NDArray[np.float32]
-
 
 @dataclass(frozen=True, slots=True)
-class IndexInfo:
-    """The index and the guests of a sequence.
+class CodesInfo:
+    """The codes and the guests of a sequence.
 
-    bytes: of the index, in all layers.
-    device_bytes: on GPUs, of all sequences: their indexes, and what choosing takes.
-    n: positions in the index.
+    bytes: of codes, in all layers.
+    device_bytes: on GPUs, of all sequences: their codes, and what choosing takes.
+    n: positions that have codes.
     n_block: blocks of guests.
     n_slot: guests of a layer.
     """
@@ -38,34 +36,22 @@ def _addresses(records: Sequence[Record]) -> list[object]:
 
 
 class Guests:
-    """The index and the guests of one sequence of a pooled context. Raises NativeError and PoolError."""
+    """The codes and the guests of one sequence of a pooled context. Raises NativeError and PoolError."""
 
     def __init__(self, ctx: Context) -> None:
-        """ctx: the context as the sequence sees it. Its PoolParams have an index."""
+        """ctx: the context as the sequence sees it. Its PoolParams have codes."""
         self._ctx = ctx
         self.layers = ctx.layers()
 
     #
-    # the index
+    # codes
     #
 
-    def components(self, layer: int, records: Sequence[Record]) -> tuple[Floats, Floats, Floats]:
-        """Return the mean of a layer's keys (n_head_kv, d), the variances along their principal components (n_head_kv, d), the
-        largest first, and these components (n_head_kv, d, d), one a row. d is n_embd_head_k.
-
-        records: of chunks. At most 4,096 keys count, evenly spread. Threads may do different layers.
-        """
-        shape = self.layers[layer].n_head_kv, self.layers[layer].n_embd_head_k
-        res = np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty((*shape, shape[1]), np.float32)
-        to = [ffi.from_buffer("float[]", x) for x in res]
-        compute(lib.kvf_index_components, self._ctx.handle, layer, _addresses(records), len(records), *to)
-        return res
-
-    def info(self) -> IndexInfo:
+    def info(self) -> CodesInfo:
         """Return what there is now."""
-        out = ffi.new("struct kvf_index_info *")
-        check(lib.kvf_index_info(self._ctx.handle, self._ctx.seq, out))
-        return IndexInfo(**{name: getattr(out, name) for name in IndexInfo.__dataclass_fields__})
+        out = ffi.new("struct kvf_codes_info *")
+        check(lib.kvf_codes_info(self._ctx.handle, self._ctx.seq, out))
+        return CodesInfo(**{name: getattr(out, name) for name in CodesInfo.__dataclass_fields__})
 
     def n_fetched(self) -> int:
         """Return how many guests were copied from records so far, of all sequences and layers. A GPU is waited for."""
@@ -73,50 +59,39 @@ class Guests:
         check(lib.kvf_guests_fetched(self._ctx.handle, out))
         return int(out[0])
 
-    def fit(self, layer: int, mean: Floats, basis: Floats, step: Floats) -> None:
-        """Begin the index of a layer: keys are taken about a mean (n_head_kv, d), in a basis (n_head_kv, d, n_comp), whose
-        components, those of the most bits first, have steps (n_head_kv, n_comp).
-        """
-        parts = [ffi.from_buffer("float[]", np.ascontiguousarray(x, np.float32)) for x in (mean, basis, step)]
-        check(lib.kvf_index_fit(self._ctx.handle, self._ctx.seq, layer, *parts))
-
     def put(self, layers: range, first: int, records: Sequence[Record]) -> None:
-        """Put chunks first, first + 1, ... into the index of consecutive layers. Threads may do different layers."""
+        """Make the codes of chunks first, first + 1, ... of consecutive layers, from their records. Threads may do different layers."""
         at, where = _addresses(records), (layers.start, len(layers))
-        compute(lib.kvf_index_put, self._ctx.handle, self._ctx.seq, *where, first, at, len(at))
-
-    def forget(self) -> None:
-        """Empty the index, to begin it anew: the slots of all guests are empty then."""
-        check(lib.kvf_index_forget(self._ctx.handle, self._ctx.seq))
+        compute(lib.kvf_codes_put, self._ctx.handle, self._ctx.seq, *where, first, at, len(at))
 
     def cover(self, first: int, records: Sequence[Record]) -> None:
-        """Let chunks first, first + 1, ..., which are in the index of all layers, be guests.
+        """Let chunks first, first + 1, ..., which have codes in all layers, be guests.
 
         Their records stay where they are until the context is cut to fewer positions.
         """
         at = _addresses(records)
-        check(lib.kvf_index_cover(self._ctx.handle, self._ctx.seq, first, at, len(at)))
+        check(lib.kvf_codes_cover(self._ctx.handle, self._ctx.seq, first, at, len(at)))
 
-    def saved_index(self, n: int) -> list[Record]:
-        """Return a copy of the index of the first n positions: the bytes of each layer, (n_bytes,) uint8."""
+    def saved_codes(self, n: int) -> list[Record]:
+        """Return a copy of the codes of the first n positions: the bytes of each layer, (n_bytes,) uint8."""
         res = []
-        for layer, size in enumerate(self.index_sizes(n)):
+        for layer, size in enumerate(self.code_sizes(n)):
             part = np.empty(size, np.uint8)
-            check(lib.kvf_index_get(self._ctx.handle, self._ctx.seq, layer, n, ffi.from_buffer(part), size))
+            check(lib.kvf_codes_get(self._ctx.handle, self._ctx.seq, layer, n, ffi.from_buffer(part), size))
             res.append(part)
         return res
 
-    def restore_index(self, n: int, saved: Sequence[Record]) -> None:
-        """Put back the first n positions of what saved_index() gave; cover() then lets the chunks be guests."""
-        for layer, (part, size) in enumerate(zip(saved, self.index_sizes(n), strict=True)):
+    def restore_codes(self, n: int, saved: Sequence[Record]) -> None:
+        """Put back the first n positions of what saved_codes() gave; cover() then lets the chunks be guests."""
+        for layer, (part, size) in enumerate(zip(saved, self.code_sizes(n), strict=True)):
             src = ffi.from_buffer(part[:size])
-            check(lib.kvf_index_set(self._ctx.handle, self._ctx.seq, layer, n, src, len(src)))
+            check(lib.kvf_codes_set(self._ctx.handle, self._ctx.seq, layer, n, src, len(src)))
 
-    def index_sizes(self, n: int) -> tuple[int, ...]:
-        """Return the bytes of the index of n positions, of each layer."""
+    def code_sizes(self, n: int) -> tuple[int, ...]:
+        """Return the bytes of the codes of n positions, of each layer."""
         out, res = ffi.new("size_t *"), list[int]()
         for layer in range(len(self.layers)):
-            check(lib.kvf_index_size(self._ctx.handle, self._ctx.seq, layer, n, out))
+            check(lib.kvf_codes_size(self._ctx.handle, self._ctx.seq, layer, n, out))
             res.append(int(out[0]))
         return tuple(res)
 

@@ -31,7 +31,7 @@ class Holding:
     compute: int = 0
     token_compute: int = 0
     drafter: int = 0
-    index: int = 0
+    codes: int = 0
     gpu: bool = True
 
     def need(self, n_host: int, tokens: int) -> int:
@@ -48,7 +48,7 @@ class Holding:
             f"KV of {tokens:,} tokens": tokens * self.token_bytes,
             "computation": self.compute + tokens * self.token_compute,
             "drafter": self.drafter,
-            "index of fresh": self.index,
+            "codes": self.codes,
             "a copy for prompts": self.copy if n_host else 0,
             "reserve": RESERVE,
         }

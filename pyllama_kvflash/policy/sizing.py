@@ -61,7 +61,7 @@ class DeviceMemory:
     """A device for `auto`: its free bytes, and the bytes that a token of the pool takes there.
 
     host: whether it is the host's memory, where the records are, too.
-    index: bytes that are kept free for layers to choose there (policy "fresh" on a GPU).
+    codes: bytes that are kept free for codes of all positions.
     remote: whether what is copied there goes through a network, to an RPC server.
     """
 
@@ -69,13 +69,13 @@ class DeviceMemory:
     free: int
     token_bytes: int
     host: bool = False
-    index: int = 0
+    codes: int = 0
     remote: bool = False
 
     @property
     def half(self) -> int:
         """Half of the free bytes, less the reserve and what layers choose by."""
-        return max(0, self.free - RESERVE - self.index) // 2
+        return max(0, self.free - RESERVE - self.codes) // 2
 
     @property
     def tokens(self) -> int:
@@ -139,15 +139,15 @@ class PoolShape:
 def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
     """Return the automatic pool in tokens, and the arithmetic in words.
 
-    It is half of (free - reserve - index) device bytes over the bytes of a token, at most cap and n_ctx. Of several
+    It is half of (free - reserve - codes) device bytes over the bytes of a token, at most cap and n_ctx. Of several
     devices, each with its own layers, the one that holds the fewest tokens decides.
     """
     device = min(memory, key=lambda r: r.tokens)
     tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
     others = f", the tightest of {len(memory)} devices" if len(memory) > 1 else ""
-    index = f" - {device.index / 2**20:.0f} MiB for codes or fresh's index" if device.index else ""
+    codes = f" - {device.codes / 2**20:.0f} MiB for codes" if device.codes else ""
     note = (
-        f"auto: half of ({device.free / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve{index}) /"
+        f"auto: half of ({device.free / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve{codes}) /"
         f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens:,} tokens, at most {cap:,} (`auto_cap`) and the"
         f" context of {n_ctx:,}: {tokens:,}"
     )
@@ -240,8 +240,8 @@ def n_panes(
 ) -> int:
     """Return the layers whose rows an exact pass keeps on a device: the request, if it is not 0.
 
-    If the pool is automatic, so many that they, its n_pool tokens, the index and its buffers take no more than the full cache, where they
-    fit half of (free - reserve - index) on each device, on the host with the records. All of them, so that nothing is streamed,
+    If the pool is automatic, so many that they, its n_pool tokens, codes and its buffers take no more than the full cache, where they
+    fit half of (free - reserve - codes) on each device, on the host with the records. All of them, so that nothing is streamed,
     if each few tokens are checked (`lossless`) and they fit so, or fit the host and no device has KV: the host has the rows
     anyway. Where not all fit, checks still gain by each that need not be streamed, so they get as many as fit. RPC servers get as many,
     whatever the pool: each batch would have the whole text go through the network. Otherwise 2: while a prompt is read, the copies
@@ -254,7 +254,7 @@ def n_panes(
     shares = (d.half / (d.token_bytes * n_ctx * (2 if d.host else 1)) for d in memory)
     share = min(shares, default=1.0)
     if share >= 1:
-        left = min((1 - (n_pool + (d.index + buffers) / d.token_bytes) / n_ctx for d in memory), default=1.0)
+        left = min((1 - (n_pool + (d.codes + buffers) / d.token_bytes) / n_ctx for d in memory), default=1.0)
         return max(LEAST_PANES, n_layer if lossless else int(n_layer * left))
     return max(LEAST_PANES, int(share * n_layer / len(memory))) if lossless else LEAST_PANES
 

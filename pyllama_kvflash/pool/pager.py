@@ -199,7 +199,7 @@ class Pager:
         self.host(0)
 
     def host(self, n_free: int) -> Plan:
-        """Where not everything fits, put all sealed chunks into the index or the codes, and let guests have all blocks but those
+        """Where not everything fits, make codes of all sealed chunks, and let guests have all blocks but those
         that are protected and n_free. Returns what left.
         """
         guests, ledger = self.guests, self.ledger
@@ -218,7 +218,7 @@ class Pager:
 
     @property
     def _uncovered(self) -> bool:
-        """Whether a chunk is out that is not in the index, or the codes: it would not be seen at all."""
+        """Whether a chunk is out that has no codes: it would not be seen at all."""
         if self.guests is None:
             return False
         return bool(np.any(self.ledger.state[self.guests.native.info().n // self.ledger.chunk :] == State.OUT))

@@ -18,6 +18,7 @@ from pyllama_kvflash.options import Options, check_span
 from pyllama_kvflash.policy import UNSCORED, Plan, Queries, Scorer
 from pyllama_kvflash.policy.scorers import Floats
 from pyllama_kvflash.pool.exact import ExactReader
+from pyllama_kvflash.pool.guests import coarse_bytes
 from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.pool.selector import Selector
@@ -126,12 +127,11 @@ class PooledSequence:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes that are taken for full-attention KV: the pool, codes, the index if it is there and the panes, or the
-        whole context.
+        """Device bytes that are taken for full-attention KV: the pool, codes of all sequences and the panes, or the whole
+        context.
         """
-        guests = self.pager.guests if self.pager else None
-        index = guests.device_bytes if guests else 0
-        return self.ctx.kv_bytes().attn + index + (self.exact.n_bytes if self.exact else 0)
+        codes = coarse_bytes(self.pager.shared.guests) if self.pager else 0
+        return self.ctx.kv_bytes().attn + codes + (self.exact.n_bytes if self.exact else 0)
 
     @property
     def host_bytes(self) -> int:

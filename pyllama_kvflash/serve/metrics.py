@@ -42,8 +42,6 @@ class Figures:
     host_bytes: int = 0
     checkpoint_bytes: int = 0
     coarse_bytes: int = 0
-    index_bytes: int = 0
-    index_device_bytes: int = 0
     kv_device_bytes: int = 0
     sequences: int = 0
     sequences_busy: int = 0
@@ -57,10 +55,8 @@ _GAUGES = {
     "chunks_resident": "Of these, in the pool.",
     "host_bytes": "Host memory taken for the records of chunks.",
     "checkpoint_bytes": "Host memory of checkpoints: recurrent states and sliding windows to go back to.",
-    "coarse_bytes": "Size of the codes by which positions outside the pool are attended to.",
-    "index_bytes": "Size of the indexes by which layers choose their chunks, with policy fresh.",
-    "index_device_bytes": "Device memory for these indexes and for choosing by them; 0: they are in host memory.",
-    "kv_device_bytes": "Device memory of the KV cache: the full cache, or the pool with its workspace for prompts and its index on the device.",
+    "coarse_bytes": "Size of the codes by which positions outside the pool are attended to; on a GPU with what that takes.",
+    "kv_device_bytes": "Device memory of the KV cache: the full cache, or the pool with its workspace for prompts and codes.",
     "sequences": "Sequences on the pool.",
     "sequences_busy": "Of these, with a request.",
     "queue": "Requests that wait for a sequence.",
@@ -129,9 +125,7 @@ class Metrics:
             chunks_resident=sum(s.resident for s in stats),
             host_bytes=stats[0].host_bytes,
             checkpoint_bytes=sum(s.checkpoint_bytes for s in stats),
-            coarse_bytes=sum(s.coarse_bytes for s in stats),
-            index_bytes=sum(s.index_bytes for s in stats),
-            index_device_bytes=stats[0].index_device_bytes,
+            coarse_bytes=stats[0].coarse_bytes,
             kv_device_bytes=stats[0].device_kv_bytes,
             sequences=len(stats),
             sequences_busy=busy,

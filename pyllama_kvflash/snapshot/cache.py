@@ -179,8 +179,8 @@ class PrefixCache:
     def _wanted(self, path: Path, sequence: Savable, keep_s: float) -> bool:
         """Return whether to write a sequence's file: it is missing and not too large. Touches a file that is there."""
         pager = sequence.pager
-        index = pager.guests.n_bytes(pager.ledger.n_tokens) if pager.guests else 0
-        if pager.ledger.n_chunks * pager.records.record_bytes + index > self.limit:
+        codes = pager.guests.n_bytes(pager.ledger.n_tokens) if pager.guests else 0
+        if pager.ledger.n_chunks * pager.records.record_bytes + codes > self.limit:
             return False
         if _exists(path):
             _touch(path, time.time() + keep_s)

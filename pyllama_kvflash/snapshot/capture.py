@@ -65,7 +65,7 @@ class Capture:
     last: Record | None  # of a chunk that is not full
     store: HostStore
     holder: object  # given by store.hold()
-    index: Sequence[Record] = ()  # of each layer, a copy; empty: there is none
+    codes: Sequence[Record] = ()  # of each layer, a copy; empty: there is none
     inputs: tuple[tuple[str, Path], ...] = ()  # files that it is not written over, each with its purpose
 
     def release(self) -> None:
@@ -95,7 +95,7 @@ class Capture:
                     pass
             own = self.records[contents.n_lent :]
             report = (lambda i: on_record(i, len(own))) if on_record else None
-            return layout.write(path, contents, own, report, self.index)
+            return layout.write(path, contents, own, report, self.codes)
         finally:
             self.release()
 
@@ -168,9 +168,9 @@ def capture(
     for name in ("state", "block", "touched", "score"):
         chunks[name] = getattr(saved, name)
     plan = saved.drops, saved.page_ins
-    guests, index = SavedGuests.of(pager, n)
+    guests, codes = SavedGuests.of(pager, n)
     contents = Contents(identity, sequence, tokens, chunks, plan, tuple(states), scoring, guests=guests)
-    return Capture(contents, full, last, pager.records, pager.records.hold(), index, inputs)
+    return Capture(contents, full, last, pager.records, pager.records.hold(), codes, inputs)
 
 
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
@@ -197,7 +197,7 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
     """Put the first n positions into an empty sequence. n: from usable().
 
     Returns the state that no chunk holds, for the caller to put back next; b"" if there is none. Raises PoolError,
-    HostMemoryError, and SnapshotError if a record that comes back at once is damaged, or the index.
+    HostMemoryError, and SnapshotError if a record that comes back at once is damaged, or the codes.
     """
     contents = snapshot.contents
     sequence, chunks = contents.sequence, contents.chunks
@@ -223,6 +223,6 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
     fits = pager.guests and contents.guests and contents.guests.fits(pager.guests)
     saved = saved.first(n, pager.ledger.chunk)
     pager.records.memory.expect(len(saved.state))  # raises before anything is there
-    saved.put_back(pager, lend, snapshot.index if fits else None)
+    saved.put_back(pager, lend, snapshot.codes if fits else None)
     pager.loaded()
     return next((blob for pos, blob in contents.states if pos == n), b"")

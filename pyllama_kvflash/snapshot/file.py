@@ -219,7 +219,7 @@ class Outline:
 
 
 class SnapshotFile:
-    """An open snapshot. Everything but the index and the records is checked at once; these are read, and checked, when they are used.
+    """An open snapshot. Everything but the codes and the records is checked at once; these are read, and checked, when they are used.
 
     It keeps the file open, and those that have records of it, until nobody holds this: names may go or get another file.
     """
@@ -227,7 +227,7 @@ class SnapshotFile:
     def __init__(self, path: Path) -> None:
         """Open a file. Raises SnapshotError, with what is wrong; OrphanError if a file that it depends on is gone."""
         self.path = path
-        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a damaged record or index
+        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a damaged record or codes
         own = _Opened(path)
         self.header = own.header
         self.contents = own.contents()
@@ -269,8 +269,8 @@ class SnapshotFile:
                 raise part.damaged(f"the record of chunk {i} was changed")
         return res
 
-    def index(self) -> list[Record]:
-        """Return a copy of the index of each layer, (n_bytes,) uint8, as it was written; empty: there is none.
+    def codes(self) -> list[Record]:
+        """Return a copy of the codes of each layer, (n_bytes,) uint8, as it was written; empty: there is none.
 
         Raises SnapshotError if it is not in the file any more.
         """
@@ -278,7 +278,7 @@ class SnapshotFile:
         if guests is None:
             return []
         with self._reporting(own):
-            raw = own.section("index")
+            raw = own.section("codes")
         return np.split(raw, np.cumsum(guests.sizes[:-1]))
 
     @contextmanager
@@ -298,8 +298,8 @@ class SnapshotFile:
         place[:] = self.record(i)
 
     def verify(self) -> Iterator[int]:
-        """Check the index, and the file's own records one by one. Yields how many are done. Raises SnapshotError."""
-        self.index()
+        """Check the codes, and the file's own records one by one. Yields how many are done. Raises SnapshotError."""
+        self.codes()
         n = self.contents.n_lent
         for i in range(n, len(self.contents.chunks)):
             self.record(i)

@@ -28,7 +28,7 @@ EXACT = 1 << 31  # in an identity's flags: prompts are read exactly, not through
 LONG = 1 << 30  # keys have the long factors of RoPE
 
 TABLES = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "guests")
-SECTIONS = (*TABLES, "index", "records")
+SECTIONS = (*TABLES, "codes", "records")
 READABLE = {2: (*TABLES[:-1], "records"), VERSION: SECTIONS}
 """The sections of a file, by its version."""
 
@@ -185,7 +185,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a file, without the records and the index.
+    """The contents of a file, without the records and the codes.
 
     tokens: (n_tokens,) int32.
     chunks: (n_chunks,) CHUNK, one for each chunk with a position.
@@ -236,19 +236,19 @@ def write(
     contents: Contents,
     records: Iterable[Record],
     on_record: Callable[[int], None] | None = None,
-    index: Sequence[Record] = (),
+    codes: Sequence[Record] = (),
 ) -> int:
     """Write a file under another name, and rename it once it is whole and on the disk. Returns its size in bytes.
 
     records: of the chunks from contents.n_lent on, in order; contents.chunks has their digests.
     on_record: called with how many are written.
-    index: of each layer, if contents.guests has one.
+    codes: of each layer, if contents.guests has one.
 
     Raises SnapshotError. Nothing is left behind then; a killed process leaves only a file named `.*.part`.
     """
     try:
         with Replacement(path, _PRIVATE) as new, new.path.open("wb") as file:
-            return _write(file, contents, records, on_record, index)
+            return _write(file, contents, records, on_record, codes)
     except OSError as err:
         msg = f"{path} cannot be written: {err.strerror or err}"
         raise SnapshotError(msg) from None
@@ -259,11 +259,11 @@ def _write(
     contents: Contents,
     records: Iterable[Record],
     on_record: Callable[[int], None] | None,
-    index: Sequence[Record],
+    codes: Sequence[Record],
 ) -> int:
     pitch, lead = record_place(contents.identity)
     header, at = np.zeros((), HEADER), HEADER.itemsize
-    for i, parts in enumerate([*([raw] for raw in _tables(contents)), index]):
+    for i, parts in enumerate([*([raw] for raw in _tables(contents)), codes]):
         size = sum(map(len, parts))
         header["sections"][i] = (at, size, np.void(digest(*parts)))
         file.seek(at)
@@ -290,7 +290,7 @@ def _write(
 
 
 def _tables(contents: Contents) -> list[bytes]:
-    """Return all sections but the index and the records."""
+    """Return all sections but the codes and the records."""
     plan = b"".join(np.array([len(part), *part], "<i4").tobytes() for part in contents.plan)
     return [
         contents.identity.raw,

@@ -16,8 +16,8 @@ from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 Lend = Callable[[int], None]
 """Puts the record of a chunk into the host store."""
-Index = Callable[[], Sequence[Record]]
-"""Reads the index of each layer."""
+Codes = Callable[[], Sequence[Record]]
+"""Reads the codes of each layer."""
 
 _LEAST_WIDTH = 256  # cells that the attention reads at least
 
@@ -79,13 +79,13 @@ class SavedPool:
         guests = self.guests and self.guests.first(n * chunk)
         return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, drops=(), page_ins=(), guests=guests, **cut)
 
-    def put_back(self, pager: Pager, lend: Lend, index: Index | None) -> bool:
+    def put_back(self, pager: Pager, lend: Lend, codes: Codes | None) -> bool:
         """Put the pool into an empty sequence's pager. Returns whether everything is where it was.
 
         It is in a pool of the same size without other sequences. Elsewhere the hottest chunks come back, as far as
         there is room, or a fresh pool has guests, which are chosen by the next token.
 
-        index: None: the saved one is of no use here. Raises what it, `lend` and page-ins raise.
+        codes: None: the saved ones are of no use here. Raises what it, `lend` and page-ins raise.
         """
         ledger, n_chunks = pager.ledger, len(self.state)
         for chunk in range(n_chunks):
@@ -93,20 +93,20 @@ class SavedPool:
         pins = set(ledger.pins)
         ledger.pins |= self.pins
         try:
-            return self._put_back(pager, index)
+            return self._put_back(pager, codes)
         except BaseException:
             ledger.pins.clear()
             ledger.pins |= pins
             raise
 
-    def _put_back(self, pager: Pager, index: Index | None) -> bool:
+    def _put_back(self, pager: Pager, codes: Codes | None) -> bool:
         ledger = pager.ledger
         same = self.n_kv > 0 and pager.ctx.pool_info().n_pool == self.n_pool and len(ledger.blocks.ledgers) == 1
         if pager.guests:
             pager.records.read_ahead()  # guests are fetched from any of them
-        guests = self.guests if index else None
-        if pager.guests and guests and index:
-            pager.guests.restore(guests.n_tokens // ledger.chunk, index(), guests.n_fitted)
+        guests = self.guests if codes else None
+        if pager.guests and guests and codes:
+            pager.guests.restore(guests.n_tokens // ledger.chunk, codes())
         else:
             same = same and not self._shares_pool(pager)
         if same:

@@ -331,9 +331,9 @@ struct fuzz {
     }
 
     void check_guests() {
-        struct kvf_index_info index;
-        expect_ok("index_info", kvf_index_info(pool, own, &index));
-        expect(index.n == (uint32_t) (n_coded * n_chunk), "other positions have codes");
+        struct kvf_codes_info found;
+        expect_ok("codes_info", kvf_codes_info(pool, own, &found));
+        expect(found.n == (uint32_t) (n_coded * n_chunk), "other positions have codes");
 
         for (const auto & units : tables()) {
             std::set<int32_t> seen;
@@ -988,7 +988,7 @@ struct fuzz {
     void put(llama_seq_id seq, int32_t first, const std::vector<const void *> & records) {
         const uint32_t each = rnd(2) ? 1 : info.n_layer;
         for (uint32_t layer = 0; layer < info.n_layer; layer += each) {
-            expect_ok("index_put", kvf_index_put(pool, seq, layer, each, first, records.data(), records.size()));
+            expect_ok("codes_put", kvf_codes_put(pool, seq, layer, each, first, records.data(), records.size()));
         }
     }
 
@@ -1006,7 +1006,7 @@ struct fuzz {
             puts.back().second.push_back(host.at(chunk));
         }
         put(own, n_coded, records);
-        expect_ok("index_cover", kvf_index_cover(pool, own, n_coded, records.data(), records.size()));
+        expect_ok("codes_cover", kvf_codes_cover(pool, own, n_coded, records.data(), records.size()));
         n_coded = n;
         done["covered"]++;
     }
@@ -1014,9 +1014,9 @@ struct fuzz {
     // codes were forgotten, all or some by a call that failed: guests, too. they come again
     void recover() {
         const int32_t         n = n_coded;
-        struct kvf_index_info index;
-        expect_ok("index_info", kvf_index_info(pool, own, &index));
-        n_coded = index.n / n_chunk;
+        struct kvf_codes_info found;
+        expect_ok("codes_info", kvf_codes_info(pool, own, &found));
+        n_coded = found.n / n_chunk;
         check_guests();
         cover(n);
     }
@@ -1026,9 +1026,9 @@ struct fuzz {
         std::vector<record> res;
         for (uint32_t layer = 0; layer < info.n_layer; ++layer) {
             size_t size = 0;
-            expect_ok("index_size", kvf_index_size(pool, seq, layer, n * n_chunk, &size));
+            expect_ok("codes_size", kvf_codes_size(pool, seq, layer, n * n_chunk, &size));
             res.emplace_back(size);
-            expect_ok("index_get", kvf_index_get(pool, seq, layer, n * n_chunk, res.back().data(), size));
+            expect_ok("codes_get", kvf_codes_get(pool, seq, layer, n * n_chunk, res.back().data(), size));
         }
         return res;
     }
@@ -1057,7 +1057,7 @@ struct fuzz {
         }
         const auto all     = code_bytes(own, n_coded);
         const auto records = coded();
-        expect_ok("index_cover", kvf_index_cover(pool, other, 0, records.data(), n_coded));
+        expect_ok("codes_cover", kvf_codes_cover(pool, other, 0, records.data(), n_coded));
         const int32_t n   = 1 + rnd(n_coded);
         const auto    few = code_bytes(other, n);
         expect(code_bytes(other, n_coded) == all, "codes made anew are others");
@@ -1065,7 +1065,7 @@ struct fuzz {
             expect(std::equal(few[layer].begin(), few[layer].end(), all[layer].begin()),
                     "codes of fewer positions are others");
         }
-        expect_ok("index_forget", kvf_index_forget(pool, other));
+        expect_ok("codes_forget", kvf_codes_forget(pool, other));
         done["made anew"]++;
     }
 
@@ -1147,11 +1147,11 @@ struct fuzz {
         }
         if (size) { expect_ok("partial_set", kvf_partial_set(pool, own, start, state.data(), size)); }
         for (uint32_t layer = 0; layer < info.n_layer; ++layer) {
-            expect_ok("index_set",
-                    kvf_index_set(pool, own, layer, n_coded * n_chunk, codes[layer].data(), codes[layer].size()));
+            expect_ok("codes_set",
+                    kvf_codes_set(pool, own, layer, n_coded * n_chunk, codes[layer].data(), codes[layer].size()));
         }
         const auto records = coded();
-        if (n_coded > 0) { expect_ok("index_cover", kvf_index_cover(pool, own, 0, records.data(), n_coded)); }
+        if (n_coded > 0) { expect_ok("codes_cover", kvf_codes_cover(pool, own, 0, records.data(), n_coded)); }
         expect_ok("set_guests", kvf_set_guests(pool, own, guests.size(), guests.data()));
         place(units);
 
@@ -1187,7 +1187,7 @@ struct fuzz {
             expect_ok("wait", kvf_wait(pool, ticket));
             put(other, chunk, {records[chunk].data()});
             const void * at = records[chunk].data();
-            expect_ok("index_cover", kvf_index_cover(pool, other, chunk, &at, 1));
+            expect_ok("codes_cover", kvf_codes_cover(pool, other, chunk, &at, 1));
             if (chunk + 1 < n) { expect_ok("drop", kvf_drop(pool, other, chunk)); }
         }
 
@@ -1276,7 +1276,7 @@ struct fuzz {
         } else if (what == 9) {
             beside();
         } else if (what == 10) {
-            expect_ok("index_forget", kvf_index_forget(pool, own));
+            expect_ok("codes_forget", kvf_codes_forget(pool, own));
             recover();
         }
     }
@@ -1301,7 +1301,7 @@ struct fuzz {
         const int32_t used    = block_of(in);
         const void *  one     = good.data();
 
-        struct kvf_index_info index;
+        struct kvf_codes_info found;
         std::vector<float>    q(n_q);
         kvf_host *            pinned = nullptr;
 
@@ -1393,18 +1393,16 @@ struct fuzz {
                 {"decode_each: sequence", KVF_E_ARGUMENT, [&] { return kvf_decode_each(pool, &seq, &n_past, token, 1); }},
                 {"decode_each: no sequences", KVF_E_ARGUMENT,
                         [&] { return kvf_decode_each(pool, nullptr, &n_past, token, 1); }},
-                {"index_info: sequence", KVF_E_ARGUMENT, [&] { return kvf_index_info(pool, seq, &index); }},
-                {"index_put: layer", KVF_E_ARGUMENT,
-                        [&] { return kvf_index_put(pool, own, info.n_layer, 1, n_coded, &one, 1); }},
-                {"index_put: no records", KVF_E_ARGUMENT,
-                        [&] { return kvf_index_put(pool, own, 0, info.n_layer, n_coded, nullptr, 1); }},
-                {"index_cover: too far", KVF_E_ARGUMENT, [&] { return kvf_index_cover(pool, own, n_coded + 1, &one, 1); }},
-                {"index_get: more than there is", KVF_E_ARGUMENT,
-                        [&] { return kvf_index_get(pool, own, 0, n_coded * n_chunk + KVF_UNIT, bad.data(), size); }},
-                {"index_get: size", KVF_E_ARGUMENT, [&] { return kvf_index_get(pool, own, 0, 0, bad.data(), 1); }},
-                {"index_set: size", KVF_E_ARGUMENT, [&] { return kvf_index_set(pool, own, 0, KVF_UNIT, bad.data(), 1); }},
-                {"index_fit: codes have no basis", coarse ? KVF_E_UNSUPPORTED : KVF_E_ARGUMENT,
-                        [&] { return kvf_index_fit(pool, own, 0, q.data(), q.data(), q.data()); }},
+                {"codes_info: sequence", KVF_E_ARGUMENT, [&] { return kvf_codes_info(pool, seq, &found); }},
+                {"codes_put: layer", KVF_E_ARGUMENT,
+                        [&] { return kvf_codes_put(pool, own, info.n_layer, 1, n_coded, &one, 1); }},
+                {"codes_put: no records", KVF_E_ARGUMENT,
+                        [&] { return kvf_codes_put(pool, own, 0, info.n_layer, n_coded, nullptr, 1); }},
+                {"codes_cover: too far", KVF_E_ARGUMENT, [&] { return kvf_codes_cover(pool, own, n_coded + 1, &one, 1); }},
+                {"codes_get: more than there is", KVF_E_ARGUMENT,
+                        [&] { return kvf_codes_get(pool, own, 0, n_coded * n_chunk + KVF_UNIT, bad.data(), size); }},
+                {"codes_get: size", KVF_E_ARGUMENT, [&] { return kvf_codes_get(pool, own, 0, 0, bad.data(), 1); }},
+                {"codes_set: size", KVF_E_ARGUMENT, [&] { return kvf_codes_set(pool, own, 0, KVF_UNIT, bad.data(), 1); }},
                 {"set_guests: too many", coarse ? KVF_E_NO_BLOCK : KVF_E_ARGUMENT,
                         [&] { return kvf_set_guests(pool, own, info.n_block, nullptr); }},
                 {"set_guests: block in use", KVF_E_ARGUMENT, [&] { return kvf_set_guests(pool, own, 1, &used); }},

@@ -4,7 +4,6 @@
 #include "kvflash-attend.cu"
 #include "kvflash-encode.cu"
 #include "kvflash-fresh.cu"
-#include "kvflash-index.cu"
 
 static ggml_backend_cuda_context context;
 
@@ -19,13 +18,9 @@ template <void (*LAUNCH)(ggml_tensor *, void *)> static void (*of_cpu())(ggml_te
 
 extern "C" const kvf_gpu * kvflash_host_kernels() {
     static kvf_gpu res = *kvflash_gpu();
-    res.choose         = of_cpu<kvf_choose_node>();
     res.attend         = of_cpu<kvf_attend_node>();
     res.mix            = of_cpu<kvf_mix_node>();
     res.choose_late    = of_cpu<kvf_late_node>();
     res.occupy         = of_cpu<kvf_occupy_node>();
-    res.fork           = of_cpu<kvf_fork>();
-    res.back           = of_cpu<kvf_back>();
-    res.join           = of_cpu<kvf_join>();
     return &res;
 }

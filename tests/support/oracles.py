@@ -87,23 +87,16 @@ class Run:
         q_tap: bool = False,
         fingerprint: int = FINGERPRINT,
         tokens: npt.NDArray[np.int32] = TOKENS,
-        index: tuple[int, int, int] | None = None,
         n_exchange: int = 0,
-        n_turn: int = 1,
-        ahead: int = 0,
         coarse: tuple[int, int] | None = None,
         late: int = 0,
     ) -> None:
         """pool: cells, None for a stock context. Batches have several ubatches if they are larger than 256.
 
-        index: the parts of an index, for guests; n_exchange: of them; n_turn: at every n-th token a layer chooses;
-        ahead: by predicted queries; 2: always. coarse: bits of the codes of keys and values; 32: exact. late: layers choose for
-        the next token.
+        coarse: bits of the codes of keys and values; 32: exact. n_exchange: guests that a layer exchanges. late: layers choose
+        for the next token.
         """
         params = PoolParams(n_pool=pool, n_chunk=chunk, q_tap=q_tap, fingerprint=fingerprint) if pool else None
-        if params and index:
-            names = dict(zip(("index_four", "index_two", "index_one"), index, strict=True))
-            params = replace(params, **names, n_exchange=n_exchange, n_turn=n_turn, ahead=ahead)
         if params and coarse:
             params = replace(params, coarse_k=coarse[0], coarse_v=coarse[1], n_exchange=n_exchange, late=late)
         self.ctx = Context(

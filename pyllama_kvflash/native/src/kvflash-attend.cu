@@ -12,7 +12,7 @@ static __device__ void read_taken(const kvf_gpu_layer & p, const asked & ask, co
     __syncthreads();
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < task.n_fill; i += blockDim.x) {
-        const uint32_t u = p.index[task.seq].table[i];
+        const uint32_t u = p.guests[task.seq].table[i];
         atomicOr(&taken[u / 32], 1u << u % 32);
     }
 }
@@ -101,7 +101,7 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant
     using A = kvf_gpu_ask;
 
     const auto &    p      = a.p;
-    const asked     ask    = {p, nullptr, words, false};
+    const asked     ask    = {p, nullptr, words};
     const int32_t * of_row = words + p.ask.size();
     const uint32_t  head = blockIdx.y / a.n_tile, first = (blockIdx.y - head * a.n_tile) * COLS;
     const uint32_t  n_head = min(COLS, a.share - first), n_row = a.n_row, row = tokens + blockIdx.z * n_row;
@@ -247,7 +247,7 @@ static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kv
     const auto &   p    = a.p;
     const auto &   c    = a.coding[1];
     const uint32_t head = blockIdx.x, row = tokens + blockIdx.y, kv_head = head * p.n_head_kv / p.n_head, tid = threadIdx.x;
-    const asked    ask = {p, nullptr, words, false};
+    const asked    ask = {p, nullptr, words};
     const int32_t  seq = words[p.ask.size() + row * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ];
     const mix_places at(a, n_part);
     if (seq < 0) { return; }
@@ -301,7 +301,7 @@ static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kv
 
 static __global__ void KVF_BOUNDS(THREADS, 80)
         kvf_late(const __grid_constant__ kvf_gpu_layer p, const int32_t * all, uint32_t n_part) {
-    const asked ask = {p, &shared<int32_t>(places(p).ask), all, false};
+    const asked ask = {p, &shared<int32_t>(places(p).ask), all};
     ask.read(&shared<int32_t>(places(p).ask));
     __syncthreads();
 
@@ -309,14 +309,14 @@ static __global__ void KVF_BOUNDS(THREADS, 80)
     const uint32_t n   = n_choosing(p, ask, 0, seq);
     if (n == 0) { return; }
     meeting meet = {p, gridDim.x, 0};
-    exchange(p, ask, n, n_part, false, meet);
+    exchange(p, ask, n, n_part, meet);
 }
 
 // grid: layers, from the first one on; sequences
 static __global__ void __launch_bounds__(THREADS) kvf_occupy(const kvf_gpu_layer * layers, const int32_t * all) {
     const kvf_gpu_layer & p   = layers[blockIdx.x];
     const uint32_t        seq = blockIdx.y;
-    const asked           ask = {p, &shared<int32_t>(places(p).ask), all, false};
+    const asked           ask = {p, &shared<int32_t>(places(p).ask), all};
     ask.read(&shared<int32_t>(places(p).ask));
     __syncthreads();
     if (ask.seq(seq)[kvf_gpu_ask::N_FILL] <= 0) { return; }
@@ -341,11 +341,11 @@ static __global__ void __launch_bounds__(THREADS) kvf_occupy(const kvf_gpu_layer
     }
     __syncthreads();
     for (uint32_t slot = threadIdx.x; slot < p.n_slot; slot += THREADS) {
-        p.index[seq].table[slot] = shared<int32_t>(places(p).table + slot * sizeof(int32_t));
+        p.guests[seq].table[slot] = shared<int32_t>(places(p).table + slot * sizeof(int32_t));
     }
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < n; i += THREADS) {
-        p.index[seq].table[moves[i].slot] = moves[i].unit;
+        p.guests[seq].table[moves[i].slot] = moves[i].unit;
     }
     if (threadIdx.x == 0) { atomicAdd((unsigned long long *) p.n_fetched, n); }
     fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);
@@ -446,5 +446,5 @@ uint32_t kvf_attend_warps(const kvf_gpu_attend & a, const void * on) {
     while (res > 0 && attend_places(a, res).end > most) {
         res /= 2;
     }
-    return kvf_fits(a.p, on) ? res : 0;
+    return res;
 }

@@ -58,7 +58,7 @@ kvf_coarse_on_cpu::work kvf_coarse_on_cpu::make_work(llama_seq_id seq, const nod
         w.asking.push_back(asks ? (int32_t) next++ : -1);
     }
     w.n_common = attends && w.keeps ? 0 : s.cells.size(); // they are kept, too
-    w.n_cell   = w.n_common + (attends ? s.n_visible * UNIT : 0);
+    w.n_cell   = w.n_common + (attends ? s.n_fill * UNIT : 0);
     w.n_batch  = (w.n_query() + KVF_MOST_Q - 1) / KVF_MOST_Q;
     w.n_far    = (s.n + KVF_TILE - 1) / KVF_TILE;
     w.n_near   = std::max(1u, (w.n_cell + KVF_TILE - 1) / KVF_TILE);
@@ -77,7 +77,7 @@ void kvf_coarse_on_cpu::place(work & w) const {
     for (uint32_t i = 0; i < w.n_common; ++i) {
         w.cells.push_back(s.cells[i].second);
     }
-    for (uint32_t slot = 0; slot < s.n_visible && w.attends; ++slot) {
+    for (uint32_t slot = 0; slot < s.n_fill && w.attends; ++slot) {
         w.open[tables[w.seq][w.layer][slot]] = 0;
         for (uint32_t i = 0; i < UNIT; ++i) {
             w.cells.push_back(fresh.cell_of(s, slot) + i);

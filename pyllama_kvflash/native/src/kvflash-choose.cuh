@@ -2,7 +2,7 @@
 
 // how kernels choose guests by their shares, and fetch them
 
-#include "kvflash-score.cuh"
+#include "kvflash-ask.cuh"
 
 //
 // choose
@@ -158,7 +158,7 @@ static __device__ uint32_t read_guests(const kvf_gpu_layer & p, const asked & as
     __syncthreads();
 #pragma unroll 1
     for (uint32_t slot = threadIdx.x; slot < p.n_slot; slot += THREADS) {
-        const uint32_t unit = p.index[seq].table[slot];
+        const uint32_t unit = p.guests[seq].table[slot];
         const bool     is   = slot < n_fill && unit < n_unit && !(ask.bits(seq)[unit / 32] >> unit % 32 & 1);
         table[slot]         = is ? (int32_t) unit : -1;
         if (is) {
@@ -242,7 +242,7 @@ static __device__ void fetch(const kvf_gpu_layer & p, uint32_t seq, const int32_
     for (uint32_t i = warp; i < n_move * n_both; i += n_warp) {
         const auto [slot, unit] = moves[i / n_both];
         const uint32_t piece = i % n_both, cell = blocks[slot / each] * p.n_chunk + slot % each * UNIT;
-        const char *   rec = p.index[seq].records[unit / each];
+        const char *   rec = p.guests[seq].records[unit / each];
         if (piece < n_k) {
             fetch_piece(p.k, rec, unit % each, cell, (uint64_t) piece * kvf_gpu_rows::PIECE);
         } else {
@@ -286,22 +286,20 @@ struct meeting {
     }
 };
 
-// of the sequences that have their turn: how many, and the i-th one
+// of the sequences that have guests: how many, and the i-th one
 static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask, uint32_t i, uint32_t & which) {
     uint32_t n = 0;
 #pragma unroll 1
     for (uint32_t seq = 0; seq < p.ask.n_seq; ++seq) {
-        if (!ask.has_turn(seq)) { continue; }
+        if (ask.seq(seq)[kvf_gpu_ask::N_FILL] <= 0) { continue; }
         if (n++ == i) { which = seq; }
     }
     return n;
 }
 
-// Choose by the shares of units, and fetch: n sequences. n_part: of the sums of each head. arrive: others of the grid may not
-// be done with these yet. Blocks that choose for the same sequence come to the same result: so each knows at once what it has to
-// fetch
-static __device__ void exchange(
-        const kvf_gpu_layer & p, const asked & ask, uint32_t n, uint32_t n_part, bool arrive, meeting & meet) {
+// Choose by the shares of units, and fetch: n sequences. n_part: of the sums of each head. Blocks that choose for the same
+// sequence come to the same result: so each knows at once what it has to fetch
+static __device__ void exchange(const kvf_gpu_layer & p, const asked & ask, uint32_t n, uint32_t n_part, meeting & meet) {
     // sequences are shared out to blocks: some to each, or some blocks to each
     const uint32_t n_first = min(n, meet.n_block), rank = blockIdx.x / n_first;
     const uint32_t n_block = (meet.n_block - blockIdx.x % n_first + n_first - 1) / n_first;
@@ -310,9 +308,7 @@ static __device__ void exchange(
         n_choosing(p, ask, i, seq);
         return read_guests(p, ask, seq);
     };
-    if (arrive) { meet.arrive(); }
     uint32_t n_free = begin(blockIdx.x % n_first);
-    if (arrive) { meet.wait(); }
 #pragma unroll 1
     for (uint32_t i = blockIdx.x % n_first; i < n; i += n_first) {
         if (n > n_first) { begin(i); }
@@ -327,7 +323,7 @@ static __device__ void exchange(
         const kvf_move * moves;
         const uint32_t   n_move = choose(p, ask, seq, n_free, moves);
         if (rank == 0) {
-            int32_t * table = p.index[seq].table;
+            int32_t * table = p.guests[seq].table;
 #pragma unroll 1
             for (uint32_t slot = threadIdx.x; slot < p.n_slot; slot += THREADS) {
                 table[slot] = shared<int32_t>(places(p).table + slot * sizeof(int32_t));

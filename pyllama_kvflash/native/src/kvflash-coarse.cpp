@@ -201,7 +201,7 @@ void kvf_coarse_on_cpu::add_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
 }
 
 void kvf_coarse_on_cpu::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
-        int32_t il, uint32_t layer, const kvf_predicted &) {
+        int32_t il, uint32_t layer) {
     if (layer == 0) { kvf_add_coarse_input(fresh, res); }
 
     if (!fresh.has_coarse() || fresh.layers[layer].info.il != il) { return; }

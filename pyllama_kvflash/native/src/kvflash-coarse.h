@@ -61,7 +61,7 @@ struct kvf_coarse_on_cpu : kvf_host_chooser {
     void cover(llama_seq_id) override {}
 
     void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il,
-            uint32_t layer, const kvf_predicted & before) override;
+            uint32_t layer) override;
     ggml_tensor * blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, ggml_tensor * cur,
             ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) override;
     void          begin(llama_seq_id seq) override;

@@ -4,6 +4,7 @@
 #include "kvflash-gpu-chooser.h"
 #include "kvflash-levels.h"
 
+#include "ggml-impl.h"
 #include "llama-graph.h"
 
 namespace {
@@ -20,15 +21,8 @@ struct gpu_coarse : kvf_gpu_chooser {
     void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) override;
     void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override;
 
-    void moments(uint32_t layer, const void * const * records, uint32_t n, float * mean, float * cov) override {
-        kvf_chooser::moments(layer, records, n, mean, cov);
-    }
-    void fit(llama_seq_id seq, uint32_t layer, const float * mean, const float * basis, const float * step) override {
-        kvf_chooser::fit(seq, layer, mean, basis, step);
-    }
-
     void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il,
-            uint32_t layer, const kvf_predicted & before) override;
+            uint32_t layer) override;
     ggml_tensor * blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, ggml_tensor * cur,
             ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) override;
 
@@ -87,7 +81,7 @@ void gpu_coarse::lay_out() {
 
 // take the memory of codes of whole contexts
 void gpu_coarse::lay_out_codes() {
-    const uint32_t n_layer = layers.size(), n_seq = owns.size();
+    const uint32_t n_layer = layers.size();
     const uint32_t n_tile = (fresh.its.n_ctx + kvf_codes::TILE * kvf_codes::UNIT - 1) / (kvf_codes::TILE * kvf_codes::UNIT);
     const uint32_t n_segment = (fresh.its.n_ctx + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT;
 
@@ -125,7 +119,7 @@ void gpu_coarse::lay_out_codes() {
     at_sums               = in.take((size_t) n_layer * 2 * n_sum * 2 * sizeof(double));
     at_chunks             = in.take((size_t) n_record * sizeof(void *));
     const size_t at_parts = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * widest.part_size() * sizeof(float));
-    coded                 = kvf_gpu_memory(buft, in.end, "codes of all positions", "`coarse` 2");
+    coded                 = kvf_gpu_memory(buft, in.end);
 
     for (uint32_t i = 0; i < fresh.n_layer_model(); ++i) {
         attends.push_back({});
@@ -165,7 +159,7 @@ void gpu_coarse::lay_out_coders() {
             const bool   by_value = kind && fresh.v_trans;
             auto &       to       = res[i * 2 + kind];
             to.coding             = coding_of(c, kind == 0);
-            to.codes              = attends[0].codes[kind] + i * owns.size();
+            to.codes              = attends[0].codes[kind] + i * n_seq;
             to.type               = t->type;
             to.d                  = c.d;
             to.block              = ggml_blck_size(t->type);
@@ -210,7 +204,7 @@ void gpu_coarse::lay_out_attends() {
     }
     all.layers += first;
     all.n_layer = last - first;
-    all.n_seq   = owns.size();
+    all.n_seq   = n_seq;
     for (uint32_t il = 0; il < attends.size(); ++il) {
         const int32_t i = fresh.layer_read_by(il);
         if (i < 0 || !mine(i)) { continue; }
@@ -224,7 +218,7 @@ void gpu_coarse::lay_out_attends() {
         for (uint32_t kind = 0; kind < 2; ++kind) {
             const auto & c = kind ? codes[0][i].values() : codes[0][i].keys();
             a.coding[kind] = coding_of(c, kind == 0 || codes[0][i].all.size() == 1);
-            a.codes[kind] += i * owns.size();
+            a.codes[kind] += i * n_seq;
         }
         for (uint32_t kind = 0; kind < 2; ++kind) {
             const auto   type = (kind && fresh.layers[i].v ? fresh.layers[i].v : fresh.layers[i].k)->type;
@@ -335,6 +329,22 @@ void gpu_coarse::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * 
 // the graph
 //
 
+// whether a device computes all nodes of the graph from the one after `after` on
+static bool computes_since(ggml_backend_dev_t dev, const ggml_cgraph * gf, const ggml_tensor * after) {
+    const bool on_cpu = ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; // in tests
+    for (int i = gf->n_nodes - 1; i >= 0 && gf->nodes[i] != after; --i) {
+        const auto * node = gf->nodes[i];
+        if (!ggml_backend_dev_supports_op(dev, node)) { return false; }
+        for (const auto * src : node->src) {
+            auto *     buf   = src ? src->buffer : nullptr;
+            const bool there = !buf || (on_cpu ? ggml_backend_buffer_is_host(buf)
+                                               : ggml_backend_buffer_get_type(buf) == ggml_backend_dev_buffer_type(dev));
+            if (!there) { return false; }
+        }
+    }
+    return true;
+}
+
 void gpu_coarse::add_tokens(std::vector<int32_t> & ask, uint32_t n_token) const {
     using A = kvf_gpu_attend;
 
@@ -354,7 +364,7 @@ void gpu_coarse::add_tokens(std::vector<int32_t> & ask, uint32_t n_token) const 
 }
 
 void gpu_coarse::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
-        int32_t il, uint32_t layer, const kvf_predicted &) {
+        int32_t il, uint32_t layer) {
     const bool chooses = fresh.layers[layer].info.il == il;
     if (layer == 0 && chooses) { kvf_add_coarse_input(fresh, res); }
     if (!fresh.has_coarse()) { return; }
@@ -386,7 +396,7 @@ ggml_tensor * gpu_coarse::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tenso
     auto & at = attends[il];
     at.whole  = fresh.has_out() && is_whole(at, cur);
     if (!at.whole) { ggml_build_forward_expand(gf, cur); }
-    if (!kvf_computes_since(beside(), gf, attend)) {
+    if (!computes_since(device(), gf, attend)) {
         throw kvf_failure(KVF_E_UNSUPPORTED, "the attention is computed on another device than that of its KV cache");
     }
     // what runs beside other nodes has to be over when the device gives the graph to another one
@@ -394,7 +404,7 @@ ggml_tensor * gpu_coarse::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tenso
     at.late_beside = false; // until there is a node that waits for it
     at.after       = nullptr;
     if (late_of) { // the first one that comes after it
-        late_of->late_beside = kvf_computes_since(beside(), gf, late);
+        late_of->late_beside = computes_since(device(), gf, late);
         if (late_of->late_beside) { at.after = late_of->events; }
         late_of = nullptr;
     }

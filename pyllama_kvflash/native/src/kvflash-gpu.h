@@ -26,51 +26,17 @@ struct kvf_gpu_rows {
     uint64_t stride_rec; // from run to run
 };
 
-// of a layer and a sequence
-struct kvf_gpu_index {
-    // [group][head][quad][32][4]: of a position, and that 32 further on, four nibbles of kvf_index
-    uint8_t *            codes;
-    float *              mean;
-    float *              basis;
-    float *              step;
+// the guests of a layer and a sequence
+struct kvf_gpu_guests {
     int32_t *            table;   // [n_slot]
     const char * const * records; // of all chunks
 };
 
-// the components of keys, and how many words a lane of a warp multiplies: an even number
-struct kvf_gpu_form {
-    uint32_t n_four, n_two, n_one;
-    uint32_t n_comp, n_nibble;
-    uint32_t n_each;
-
-    KVF_BOTH uint32_t n_quad() const { return (n_nibble + 3) / 4; }
-    KVF_BOTH uint32_t group_size() const { return n_quad() * 128; } // bytes of the codes of a head
-
-    // which component has these bits of a nibble; -1: none
-    KVF_BOTH int component(uint32_t nibble, uint32_t shift) const {
-        if (nibble < n_four) { return shift ? -1 : (int) nibble; }
-        nibble -= n_four;
-        if (nibble < n_two / 2) { return shift % 2 ? -1 : (int) (n_four + 2 * nibble + shift / 2); }
-        nibble -= n_two / 2;
-        return nibble < n_one / 4 ? (int) (n_four + n_two + 4 * nibble + shift) : -1;
-    }
-};
-
-// four components, which are multiplied at once: those of four nibbles, after a shift
-struct alignas(16) kvf_gpu_word {
-    static constexpr uint32_t MOST = 192;
-
-    uint32_t mask;
-    int16_t  comps[4]; // -1: none
-    uint16_t quad;     // first nibble, divided by 4
-    uint16_t shift;    // and the bits of nibbles that come before
-};
-
 // the inputs of the kernels for a ubatch, as words: askers first, then each sequence's own
 struct kvf_gpu_ask {
-    enum { N_ASKER, N_SCORED, LEN };              // N_SCORED: units, by all askers
-    enum { SEQ, ROW, POS, POS_AHEAD, LEN_ASKER }; // POS_AHEAD: the last one that is there before the layer is computed
-    enum { N_UNIT, N_FILL, N_COMMON, STEP, N_DRIFT, LEN_SEQ }; // STEP: -1: all layers choose. N_DRIFT: tokens that showed it
+    enum { N_ASKER, LEN };
+    enum { SEQ, ROW, LEN_ASKER };
+    enum { N_UNIT, N_FILL, N_COMMON, LEN_SEQ };
     enum { CELL, FIRST, N, LEN_COMMON };
 
     uint32_t n_asker, n_seq, n_block, n_unit; // the most of each
@@ -95,31 +61,13 @@ struct kvf_gpu_queries {
     uint64_t     head, row;
 };
 
-// Of a layer's predicted queries, for each sequence. drift: what the own ones have more, the mean of the last tokens.
-// missed: how far products with keys are off all the same, as the standard deviation over keys, summed over tokens from the
-// second one on
-struct kvf_gpu_drift {
-    float *               data;   // [n_seq][n_head][d]
-    float *               missed; // [n_seq][n_head]
-    const kvf_gpu_index * index;  // of each sequence
-    uint32_t              n_head, n_head_kv, d;
-};
-
 struct kvf_gpu_layer {
-    uint32_t     i, n_turn;
     uint32_t     n_head, n_head_kv, d, n_chunk, n_slot, n_exchange;
-    int32_t      type_k; // ggml_type
-    uint64_t     row_size;
     float        scale, cap;
     kvf_gpu_rows k, v; // v.n_run: 0: there is none
-    kvf_gpu_form form;
     kvf_gpu_ask  ask;
 
-    const kvf_gpu_word *  words; // [4][form.n_each]
-    const kvf_gpu_index * index; // of each sequence
-
-    const float * drift;        // kvf_gpu_drift::data
-    kvf_gpu_drift drift_before; // of the layer before
+    const kvf_gpu_guests * guests; // of each sequence
 
     // scratch, of all layers
     float *    lse;   // [n_asker][n_head][n_unit]
@@ -257,32 +205,12 @@ struct kvf_gpu_occupy {
     size_t                memory; // that a block shares
 };
 
-// how the keys of a layer lie in a record
-struct kvf_gpu_keys {
-    int32_t  type;
-    uint32_t n_head_kv, d, block, block_size; // values that are quantised together, and their bytes
-    uint64_t row_size, offs;
-
-    const kvf_gpu_index * index; // of each sequence
-};
-
-// of n_chunk positions each
-struct kvf_gpu_records {
-    static constexpr uint32_t MOST = 256; // at once
-
-    uint32_t     n_chunk, n;
-    const char * at[MOST];
-};
-
 // the functions, which run on a stream of their own
 struct kvf_gpu {
     // of a node of the graph: n_tasks that says so, and what is called in place of its function
     static constexpr int32_t LAUNCHES = -256;
 
-    // dst->src: scratch, q, the ask; beside other nodes also the own and the predicted queries of the layer before, if these
-    // are known. on: the backend's context
-    void (*choose)(ggml_tensor * dst, void * on);
-    // dst->src: scratch, q, the ask: the layer attends to its codes. what the attention gave, this one, the ask, q, and
+    // dst->src: scratch, q, the ask: the layer attends to its codes. on: the backend's context. what the attention gave, this one, the ask, q, and
     // maybe sinks: the two become one. scratch, this, the ask: the layer chooses for the next token
     void (*attend)(ggml_tensor * dst, void * on);
     void (*mix)(ggml_tensor * dst, void * on);
@@ -293,27 +221,15 @@ struct kvf_gpu {
     uint32_t (*attend_warps)(const kvf_gpu_attend & a, const void * on); // kvf_gpu_attend::n_warp; 0: this GPU cannot
     size_t (*shared_size)(const kvf_gpu_layer & l);                      // bytes that a block shares which chooses
 
-    // the same: nodes between `fork` and `back` run beside those that come then, up to `join`. userdata: events
-    void (*fork)(ggml_tensor * dst, void * on);
-    void (*back)(ggml_tensor * dst, void * on);
-    void (*join)(ggml_tensor * dst, void * on);
-    void * (*events)(const void * on); // for the device on which this lies
+    // what orders nodes that run beside others, for the device on which this lies
+    void * (*events)(const void * on);
     void (*forget)(void * events);
 
     void (*upload)(void * dst, const void * src, size_t size);
     void (*download)(void * dst, const void * src, size_t size);
-    void (*copy)(void * dst, const void * src, size_t size);
     const char * (*pinned)(const char * host); // where the device sees this, null: nowhere
 
-    // every n-th of the keys, from `skip` on, as floats; and how many these are
-    void (*decode)(const kvf_gpu_keys & keys, const kvf_gpu_records & records, uint32_t skip, uint32_t every, float * dst,
-            uint32_t n);
-    // x: [n][n_head_kv][d]. mean: [n_head_kv][d]. cov: [n_head_kv][d][d]
-    void (*moments)(const float * x, uint32_t n, uint32_t n_head_kv, uint32_t d, float * mean, float * cov);
-    // the codes of positions pos ... in n_layer layers. layers: the device's. most: of each number, of these
-    void (*encode)(const kvf_gpu_keys * layers, uint32_t n_layer, const kvf_gpu_keys & most, const kvf_gpu_records & records,
-            uint32_t seq, uint32_t pos, const kvf_gpu_form & form);
-    // the same for codes: sums of rows and of squares to dst [n_coder][n_value][2]; the codes of a sequence's units from
+    // sums of rows and of squares to dst [n_coder][n_value][2]; the codes of a sequence's units from
     // `first` on; the memory that a block takes
     void (*sum_rows)(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
             uint32_t n_value);
@@ -324,7 +240,6 @@ struct kvf_gpu {
     // fetch what l.moves says, of one sequence. blocks: its guests'
     void (*fetch)(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks);
     void (*wait)(const void * on); // for these functions, on the device where this lies
-    void (*idle)(const void * on); // for all that it computes
 };
 
 // in the backend's library

@@ -1,6 +1,6 @@
 #pragma once
 
-// what the kernels of kvflash-fresh.cu and kvflash-index.cu have in common
+// what all kernels have in common
 
 #include "kvflash-gpu.h"
 
@@ -8,7 +8,7 @@
 
 #include <utility>
 
-static constexpr uint32_t UNIT = 16, GROUP = 64; // as in kvf_fresh and kvf_index
+static constexpr uint32_t UNIT = 16; // as in kvf_fresh
 
 // registers that a thread has, at most, where the compiler takes the number: else what a multiprocessor has for one block
 #if CUDART_VERSION >= 12040
@@ -109,19 +109,6 @@ template <typename K> static KVF_BOTH uint32_t piece_room(const K & keys) {
     return GGML_PAD((keys.d / keys.block + 2) * keys.block_size, 16);
 }
 
-//
-// the index
-//
-
-static inline __device__ float middle(const kvf_gpu_form & f, uint32_t comp) {
-    return comp < f.n_four ? 7.5f : comp < f.n_four + f.n_two ? 1.5f : 0.5f;
-}
-
-// how many standard deviations the codes of a component reach: as in policy/fresh.py
-static inline __device__ float reach(const kvf_gpu_form & f, uint32_t comp) {
-    return comp < f.n_four ? 2.7f : comp < f.n_four + f.n_two ? 1.6f : 0.8f;
-}
-
 template <typename T> static T & userdata(const ggml_tensor * dst) {
     return *(T *) ((const ggml_custom_op_params *) dst->op_params)->userdata;
 }
@@ -130,22 +117,14 @@ static kvf_gpu_queries queries(const ggml_tensor * q) { // [d, n_head, n_tokens]
     return q ? kvf_gpu_queries{(const char *) q->data, q->nb[1], q->nb[2]} : kvf_gpu_queries{};
 }
 
-// of a layer of which nodes run beside others
+// of a layer of the model: what runs beside other nodes
 struct kvf_events {
     cudaEvent_t forked, done;
 };
 
 static constexpr int KVF_BESIDE = 1; // the backend's stream for them
 
-// of kvflash-fresh.cu, see kvf_gpu
-void kvf_choose_node(ggml_tensor * dst, void * on);
-void kvf_fork(ggml_tensor * dst, void * on);
-void kvf_back(ggml_tensor * dst, void * on);
-void kvf_join(ggml_tensor * dst, void * on);
-bool kvf_fits(const kvf_gpu_layer & l, const void * on);
-size_t kvf_shared_most(const void * on);
-size_t kvf_shared_size(const kvf_gpu_layer & l);
-void kvf_fetch_units(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks, cudaStream_t stream);
+size_t kvf_shared_most(const void * on); // bytes of memory that a block shares, at most
 
 // of kvflash-attend.cu
 void kvf_attend_node(ggml_tensor * dst, void * on);

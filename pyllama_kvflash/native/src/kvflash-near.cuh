@@ -85,7 +85,7 @@ struct pool_rows {
         const auto &   r     = a.rows[values];
         const uint32_t begin = piece_of(r, head, n), end = begin + n;
         type   = r.type;
-        stride = values ? a.p.v.size / UNIT : a.p.row_size;
+        stride = (values ? a.p.v.size : a.p.k.size) / UNIT;
         from   = values ? a.p.v.data : a.p.k.data;
         first  = head * r.d - begin / r.block_size * r.block;
         room   = places.room[values];

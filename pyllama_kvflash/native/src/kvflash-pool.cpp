@@ -84,8 +84,6 @@ void llama_kvflash::tap(llama_kv_cache & kv, llama_cparams & cparams, uint32_t q
 }
 
 void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
-    const kvf_index::form form = {g_setup->index_four, g_setup->index_two, g_setup->index_one};
-    if (form.n_two % 2 || form.n_one % 4) { refuse(KVF_E_ARGUMENT, "the components of an index fill nibbles"); }
     if (kv.hparams.use_alibi) {
         refuse(KVF_E_UNSUPPORTED, "ALiBi needs the position of each cell, which guests do not have");
     }
@@ -94,15 +92,11 @@ void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
         if (l.n_embd_k != l.n_head_kv * l.n_embd_head_k || l.n_head % l.n_head_kv) {
             refuse(KVF_E_UNSUPPORTED, format("the keys of layer %d are not rows of heads", l.il));
         }
-        if (form.n_comp() > l.n_embd_head_k) {
-            refuse(KVF_E_ARGUMENT,
-                    format("an index of %u components, and keys of %u values", form.n_comp(), l.n_embd_head_k));
-        }
     }
-    const kvf_fresh::params params  = {form, g_setup->n_exchange, std::max(1u, g_setup->n_turn), g_setup->ahead,
-             cparams.n_ctx_seq, cparams.n_seq_max, g_setup->coarse_k, g_setup->coarse_v, g_setup->late != 0};
-    const auto              is_bits = [](uint32_t n) { return n == 2 || n == 4 || n == 32; };
-    if (params.coarse_k && !(is_bits(params.coarse_k) && is_bits(params.coarse_v))) {
+    const kvf_fresh::params params = {g_setup->n_exchange, cparams.n_ctx_seq, cparams.n_seq_max, g_setup->coarse_k,
+            g_setup->coarse_v, g_setup->late != 0};
+    const auto is_bits = [](uint32_t n) { return n == 2 || n == 4 || n == 32; };
+    if (!is_bits(params.coarse_k) || !is_bits(params.coarse_v)) {
         refuse(KVF_E_ARGUMENT, "codes have 2 or 4 bits a value; 32 are exact");
     }
     try {
@@ -147,7 +141,7 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
     kv->pool_mover  = std::make_shared<kvf_mover>(pieces(*kv), last.offs_v + last.size_v);
 
     tap(*kv, cparams, g_setup->q_tap, g_setup->q_every);
-    if (g_setup->index_four || g_setup->coarse_k) { attach_fresh(*kv, cparams); }
+    if (g_setup->coarse_k) { attach_fresh(*kv, cparams); }
 }
 
 std::vector<uint32_t> llama_kvflash::tapped(const llama_kv_cache & kv) {

@@ -69,17 +69,9 @@ struct kvf_pool_params {
                           // tokens; 0: of none
     uint64_t fingerprint; // of the model, written to every record
     uint32_t q_every;     // in every q_every-th pooled layer, of which layer q_every/2 is the first; 1: in all of them
-    uint32_t index_four;  // components of a key that have 4 bits in the index, from which each layer chooses its guests; 0:
-                          // there are no guests
-    uint32_t index_two;   // that have 2 bits, an even number
-    uint32_t index_one;   // that have 1 bit, a multiple of 4
     uint32_t n_exchange;  // guests that a layer exchanges in a ubatch, at most
-    uint32_t n_turn;      // a layer chooses at every n_turn-th token, the layers in turns; 1: all layers at each token
-    // 1: by queries that are predicted, where a GPU computes that beside the layer before; but layers whose predictions miss
-    // much, and all of them at first, by their own. 2: always by predicted ones
-    uint32_t ahead;
-    // bits of the codes of each key and value, 2 or 4, by which positions outside the pool are attended to; 0: they are not.
-    // guests are chosen by these then, and there is no index
+    // bits of the codes of each key and value, 2 or 4, by which positions outside the pool are attended to; 0: they are not, and
+    // there are no guests
     uint32_t coarse_k;
     uint32_t coarse_v;
     uint32_t late; // guests are chosen after the attention, for the next token; 0: before it, for this one
@@ -299,51 +291,41 @@ LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, c
 
 //
 // guests: blocks of a pool in which each layer holds units of 16 positions of its own choice (kvflash-fresh.h). The choice
-// is made in the graph, by the queries of each ubatch, among all positions that are in the index. n_embd_k must be
+// is made in the graph, by the queries of each ubatch, among all positions that have codes. n_embd_k must be
 // n_head_kv*n_embd_head_k
 //
 
 #define KVF_UNIT 16
 
-struct kvf_index_info {
-    uint64_t bytes;        // of the sequence's index, in all layers
-    uint64_t device_bytes; // of all sequences' indexes and what choosing takes, on GPUs
-    uint32_t n;            // positions in it
+struct kvf_codes_info {
+    uint64_t bytes;        // of the sequence's codes, in all layers
+    uint64_t device_bytes; // of all sequences' codes and what choosing takes, on GPUs
+    uint32_t n;            // positions that have codes
     uint32_t n_block;      // of guests
     uint32_t n_slot;       // guests of a layer
 };
 
-// for tests: pools in host memory that are made from now on choose by these kernels (struct kvf_gpu), null: by the CPU's
-// node
+// for tests: pools in host memory that are made from now on have these kernels (struct kvf_gpu), null: the CPU's nodes
 LLAMA_API void kvf_set_host_kernels(const void * kernels);
 
-// the mean [n_head_kv, n_embd_head_k] of a layer's keys in n records, and their principal components [n_head_kv,
-// n_embd_head_k, n_embd_head_k] with the variance along each [n_head_kv, n_embd_head_k], the largest first. of 4,096 keys at
-// most, evenly spread. any thread
-LLAMA_API int kvf_index_components(struct llama_context * ctx, uint32_t layer, const void * const * records, uint32_t n,
-        float * mean, float * variances, float * components);
-// begin the index of a layer: keys are taken about a mean [n_head_kv, n_embd_head_k], in a basis [n_head_kv, n_embd_head_k,
-// n_comp], whose components, those of the most bits first, have steps [n_head_kv, n_comp]
-LLAMA_API int kvf_index_fit(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, const float * mean,
-        const float * basis, const float * step);
-// put chunks first, first + 1, ... of layers [layer, layer + n_layer) into it, from their records. different threads may
+// put chunks first, first + 1, ... of layers [layer, layer + n_layer) into codes, from their records. different threads may
 // do different layers
-LLAMA_API int kvf_index_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,
+LLAMA_API int kvf_codes_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,
         const void * const * records, uint32_t n);
-// the index of all layers has these chunks now, so they may become guests. the caller keeps their records where they are
+// all layers have the codes of these chunks now, so they may become guests. the caller keeps their records where they are
 // until the sequence is cut to fewer positions
-LLAMA_API int kvf_index_cover(
+LLAMA_API int kvf_codes_cover(
         struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
-// empty the index: the slots of all guests are empty then
-LLAMA_API int kvf_index_forget(struct llama_context * ctx, llama_seq_id seq);
-LLAMA_API int kvf_index_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_index_info * info);
+// forget all codes: the slots of all guests are empty then
+LLAMA_API int kvf_codes_forget(struct llama_context * ctx, llama_seq_id seq);
+LLAMA_API int kvf_codes_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_codes_info * info);
 // guests that were copied from records so far, of all sequences and layers
 LLAMA_API int kvf_guests_fetched(struct llama_context * ctx, uint64_t * n);
-// the index of the first n positions of a layer as bytes: how many, out and in
-LLAMA_API int kvf_index_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);
-LLAMA_API int kvf_index_get(
+// the codes of the first n positions of a layer as bytes: how many, out and in
+LLAMA_API int kvf_codes_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);
+LLAMA_API int kvf_codes_get(
         struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, void * dst, size_t size);
-LLAMA_API int kvf_index_set(
+LLAMA_API int kvf_codes_set(
         struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size);
 
 // give a sequence n blocks for guests: it keeps the first ones it has, and gets free ones; if it has none, it gets `blocks`.

@@ -27,17 +27,15 @@ function summary(all, { n_tokens: n, reading }) {
 }
 
 function figures(all, s) {
-  const onDevice = all.index_device_bytes ? `, ${bytes(all.index_device_bytes)} of it for the index` : "";
   const codes = all.coarse_bytes ? `, ${bytes(all.coarse_bytes)} of it codes of everything` : "";
-  const rows = [["KV on the device", `${bytes(all.device_kv_bytes)}${codes}${onDevice}; the full cache takes ${bytes(all.full_kv_bytes)}`]];
+  const rows = [["KV on the device", `${bytes(all.device_kv_bytes)}${codes}; the full cache takes ${bytes(all.full_kv_bytes)}`]];
   if (all.pool_cells !== null) {
     const disk = all.disk_bytes ? `, ${bytes(all.disk_bytes)} on disk` : "";
-    const index = all.index_bytes && !onDevice ? `, index ${bytes(all.index_bytes)}` : "";
     const last = s.reselect;
     rows.push(
       ["In the pool", `${count(s.resident)} of ${count(s.state.length)} chunks of ${all.chunk} tokens`],
       ...(s.layers.length ? [["In some layers", layers(all, s)]] : []),
-      ["Host records", `${bytes(all.host_bytes)}${disk}${index}`],
+      ["Host records", `${bytes(all.host_bytes)}${disk}`],
       ["Moved", moved(all, s)],
       ["Choices", choices(all, s)],
     );
