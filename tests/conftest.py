@@ -106,24 +106,21 @@ def evenly() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def pool_alone() -> Iterator[None]:
-    """Engines and commands attend to the pool alone unless told otherwise: nearly all tests are about what it holds, and with codes
-    nothing outside it is unseen. test_coarse*.py are about codes: they ask for them.
+    """With policies that score chunks for all layers, a token attends to the pool alone unless codes are asked for: their tests are
+    about what the pool holds, and with codes nothing outside it is unseen.
     """
+    try:
+        from pyllama_kvflash.engine import loading  # noqa: PLC0415 (as above)
+    except ImportError:
+        yield
+        return
+    most_bits = loading.most_bits
+
+    def fewer(geometry: Any, options: Any) -> str:
+        return most_bits(geometry, options) if options.policy in ("auto", "fresh") else "off"
+
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("KVFLASH_COARSE", "off")
-        try:
-            from pyllama_kvflash import KVFlash  # noqa: PLC0415 (as above)
-        except ImportError:
-            yield
-            return
-        from_file = KVFlash.from_file.__func__  # type: ignore[attr-defined]
-
-        @functools.wraps(from_file)
-        def alone(cls: type["KVFlash"], path: str | Path, **options: Any) -> "KVFlash":
-            res: KVFlash = from_file(cls, path, **{"coarse": "off", **options})
-            return res
-
-        monkeypatch.setattr(KVFlash, "from_file", classmethod(alone))
+        monkeypatch.setattr(loading, "most_bits", fewer)
         yield
 
 

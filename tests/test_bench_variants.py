@@ -19,7 +19,7 @@ from pyllama_kvflash.bench.ruler import Ruler
 from pyllama_kvflash.cli.bench import bench
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.engine import loading
-from pyllama_kvflash.engine.refusals import GUESTS
+from pyllama_kvflash.engine.refusals import CODES
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import Context, PoolParams
 from pyllama_kvflash.needle import BUNDLED_MODEL
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.native, pytest.mark.nightly(BENCHES)]
 
 environment = benches.environment
 
-WHY = GUESTS["a KV cache on a device that is neither the CPU nor CUDA's"]
+WHY = CODES["a KV cache on a device that is neither the CPU nor CUDA's"]
 SAID = f"kvflash: variant fresh is left out: {WHY.reason}"
 SHAPE = ("speed", "--shape", "tiny", "--contexts", "512,1K", "--pools", "512", "--steps", "24", "-t", "1")
 FACTS = ("facts", "--contexts", "2K", "--pools", "1K", "--docs", "1", "--facts", "1", "--session", "0", "-t", "1")
@@ -40,7 +40,7 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU without kernels for it."""
 
     def refuse(*_: object, pool: PoolParams | None = None, **more: object) -> Context:
-        if pool and pool.index_four:
+        if pool and pool.coarse_k:
             raise UnsupportedError(WHY.reason)
         return Context(*_, pool=pool, **more)  # type: ignore[arg-type]
 

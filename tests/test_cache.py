@@ -123,7 +123,7 @@ def test_a_text_takes_the_place_of_what_it_begins_with(opened: Open, tmp_path: P
 
 @pytest.mark.nightly(SNAPSHOT)
 def test_a_turn_writes_what_is_new_in_it(opened: Open, tmp_path: Path) -> None:
-    """Of a long text and twenty short turns, each in a process of its own, which begins with what the last one left. An index is
+    """Of a long text and twenty short turns, each in a process of its own, which begins with what the last one left. Codes are
     written whole: see test_snapshot_fresh.py.
     """
     size = opened().pager.records.record_bytes

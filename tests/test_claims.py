@@ -283,7 +283,7 @@ def folder(model: Path, needle_path: Path, tmp_path_factory: pytest.TempPathFact
 def shell_environment(folder: Path) -> dict[str, str]:
     """Short answers on one thread, at once on a free port; what is kept goes into the folder."""
     said = {k: v for k, v in os.environ.items() if not k.startswith(("KVFLASH_", "LLAMA_"))}
-    short = {"KVFLASH_COARSE": "off", "LLAMA_ARG_N_PREDICT": "6", "LLAMA_ARG_THREADS": "1", "LLAMA_ARG_PORT": "0"}
+    short = {"LLAMA_ARG_N_PREDICT": "6", "LLAMA_ARG_THREADS": "1", "LLAMA_ARG_PORT": "0"}
     home = {"XDG_CACHE_HOME": str(folder / "cache"), "MPLCONFIGDIR": str(folder / "matplotlib")}
     return {**said, **short, **home, "PATH": f"{commands.SCRIPT.parent}:{os.environ['PATH']}"}
 

@@ -112,7 +112,8 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("three_gpus")
 def test_inspect_several_devices() -> None:
-    table = rows(good("inspect", "-c", "64K").stdout)
+    args = ("inspect", "-c", "64K", "--kvflash-coarse", "4")
+    table = rows(good(*args).stdout)
     half = NEEDLE_TOKEN_BYTES // 2
     assert table["KV on CUDA0"] == f"{half:,} of the f16 cache's bytes a token, 24.00 GiB free"
     assert table["KV on CUDA2"] == f"{half:,} of the f16 cache's bytes a token, 1024.0 MiB free"
@@ -120,12 +121,12 @@ def test_inspect_several_devices() -> None:
     assert "KV on CPU" not in table
     assert table["auto pool"].startswith("auto: the full cache of 65,536 tokens would fit, with ")
 
-    found = json.loads(good("inspect", "-c", "64K", "--json").stdout)
-    index = found["index_device_bytes"] // 2  # each has half of the layers
-    assert index > 0
+    found = json.loads(good(*args, "--json").stdout)
+    codes = found["coarse_bytes"] // 2  # each has half of the layers, and as much to attend to them
+    assert codes > 0
     assert found["devices"] == [
-        {"name": "CUDA0", "free": 24 * GIB, "token_bytes": half, "host": False, "index": index, "remote": False},
-        {"name": "CUDA2", "free": GIB, "token_bytes": half, "host": False, "index": index, "remote": False},
+        {"name": "CUDA0", "free": 24 * GIB, "token_bytes": half, "host": False, "codes": codes, "remote": False},
+        {"name": "CUDA2", "free": GIB, "token_bytes": half, "host": False, "codes": codes, "remote": False},
     ]
     assert found["token_bytes"]["f16"] == NEEDLE_TOKEN_BYTES
     assert found["auto_pool"] == 16_384

@@ -131,8 +131,8 @@ def test_the_host_reads_its_layers_exactly(
 @pytest.mark.skipif(N_GPU < 2, reason="there is one GPU")
 @pytest.mark.parametrize("cache", ["f16", "q8_0"])
 def test_two_gpus_choose_as_one(tiny_path: Callable[[str], Path], cache: str) -> None:
-    """By the layers' own queries: predictions are mended by the next layer on the same GPU. What is computed differs in bits: a
-    GPU computes a norm together with what precedes it, and where a GPU's layers begin nothing does.
+    """What is computed differs in bits: a GPU computes a norm together with what precedes it, and where a GPU's layers begin
+    nothing does.
     """
     found = []
     for split in ((1.0, 0.0), (1.0, 1.0)):
@@ -142,7 +142,7 @@ def test_two_gpus_choose_as_one(tiny_path: Callable[[str], Path], cache: str) ->
             n_ctx=4096,
             pool=512,
             policy="fresh",
-            ahead=False,
+            coarse="4",
             type_k=cache,
             type_v=cache,
         ) as kv:

@@ -11,22 +11,23 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import POOLED, good, invoke, rows
+from support.commands import NEEDLE_TOKEN_BYTES, POOLED, good, invoke, rows
 from support.runs import BY_SIXTEEN, HOST, TOKENS, Open, check_residency, feed
 
 from pyllama_kvflash import KVFlash, Paged
 from pyllama_kvflash.bench.trace import read_trace
-from pyllama_kvflash.cli.report import banner, bits_a_value, closing_line, stats_table
+from pyllama_kvflash.cli.report import banner, closing_line, stats_table
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.policy import State
-from pyllama_kvflash.policy.fresh import Heads, IndexForm
+from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
+from pyllama_kvflash.policy.fresh import Heads
 
 pytestmark = pytest.mark.native
 
 environment = commands.environment
 long_file = commands.long_file
-SMALL = {**BY_SIXTEEN, "pool": 512, "policy": "fresh", "prefill": "pool"}
-HEADS = Heads(4, 2, 64)
+SMALL = {**BY_SIXTEEN, "pool": 512, "policy": "fresh", "coarse": "4", "prefill": "pool"}
+HEADS = Heads(4, 2, 64, 64)
 
 
 def read(kv: KVFlash, n: int) -> list[Event]:
@@ -97,84 +98,71 @@ def test_events_tell_what_left_all_layers(opened: Open, prefill: str) -> None:
 #
 
 
-@pytest.mark.parametrize(
-    ("name", "bits", "want"),
-    [("qwen3", 0, 2), ("qwen3", 1, 1), ("qwen3", 4, 4), ("gemma4", 0, 1), ("gemma4", 2, 2), ("qwen35", 0, 2)],
-)
-def test_the_index_takes_what_is_said_of_it(opened: Open, name: str, bits: int, want: int) -> None:
-    """Gemma's heads are large, and have fewer bits a value."""
-    kv = opened(name, index=bits)
+@pytest.mark.parametrize(("name", "coarse"), [("qwen3", "4"), ("qwen3", "2"), ("gemma4", "4,2"), ("qwen35", "4")])
+def test_guests_are_counted_as_they_are(opened: Open, name: str, coarse: str) -> None:
+    kv = opened(name, coarse=coarse)
     read(kv, 1500)
     stats, room = kv.stats(), kv.pager.guests
     assert room is not None
     assert kv.policy == "fresh"
-    assert stats.index_bytes == room.n_bytes(room.native.info().n) > 0
+    assert room.form == CoarseForm.of(coarse)
+    assert stats.coarse_bytes >= room.n_bytes(stats.coarse_tokens) > 0
     assert stats.guest_blocks == kv.pager.ledger.n_guests > 0
     assert stats.guests_fetched == room.native.n_fetched() >= room.native.tables()[1].size
-    assert isinstance(room.form, IndexForm)
-    assert room.form.n_bits == want * min(layer.n_embd_head_k for layer in room.native.layers)
-
-
-@pytest.mark.parametrize(
-    ("form", "want"),
-    [
-        (IndexForm(8, 40, 16), 2 * (1024 * 16 + 4 * (64 + 64 * 64 + 64))),
-        (IndexForm(64, 0, 0), 2 * (1024 * 32 + 4 * (64 + 64 * 64 + 64))),
-    ],
-)
-def test_bytes_of_an_index(form: IndexForm, want: int) -> None:
-    """Whole groups of 64 positions, and what keys are taken by."""
-    assert form.n_bytes(HEADS, 1024) == form.n_bytes(HEADS, 961) == want
-    assert form.n_bytes(HEADS, 960) < want
 
 
 def test_other_policies_have_no_figures_of_guests(opened: Open) -> None:
-    kv = opened(policy="lru")
+    kv = opened(policy="lru", coarse="off")
     read(kv, 1500)
     stats = kv.stats()
-    assert (kv.policy, stats.index_bytes, stats.guest_blocks, stats.guests_fetched) == ("lru", 0, 0, 0)
-    assert not any("index" in line for line in banner(kv))
-    assert "index" not in closing_line(stats, "length")
+    assert (kv.policy, stats.coarse_bytes, stats.guest_blocks, stats.guests_fetched) == ("lru", 0, 0, 0)
+    assert not any(" codes" in line or "seen by" in line for line in banner(kv))
+    assert " codes" not in closing_line(stats, "length")
     assert stats_table(stats).row_count == 16
 
 
-@pytest.mark.parametrize(("bits", "want"), [(1.0, "1 bit a value"), (2.0, "2 bits a value"), (0.5, "0.5 bits a value")])
-def test_bits_in_words(bits: float, want: str) -> None:
-    assert bits_a_value(bits) == want
+def test_codes_alone_are_shown_without_guests(opened: Open) -> None:
+    """Made before the last batch of the prompt, of all chunks up to it."""
+    kv = opened(policy="lru")
+    read(kv, 1500)
+    stats = kv.stats()
+    assert (stats.guest_blocks, stats.guests_fetched, stats.coarse_tokens) == (0, 0, 1472)
+    assert stats_table(stats).row_count == 17
 
 
-FRESH = ("--kvflash-policy", "fresh")
+FRESH = ("--kvflash-policy", "fresh", "--kvflash-coarse", "4")
 
 
 @HOST
-def test_a_run_says_what_the_index_takes(long_file: Path) -> None:
+def test_a_run_says_what_codes_take(long_file: Path) -> None:
     """In its first lines for the whole context, at its end as it is; and what an answer needs no more is not said."""
     res = good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--stats")
-    assert (
-        "; policy fresh (index of 2 bits a value: 0.9 MiB of host memory at the full context, 7.9 % of the full cache), "
-        in res.stderr
-    )
-    assert "are lossless" not in res.stderr
-    table = rows(res.stderr)
-    n = int(re.match(r"([\d,]+) bytes", table["index"])[1].replace(",", ""))  # type: ignore[index]
-    assert table["index"] == f"{n:,} bytes ({n / 2**20:.1f} MiB) of host memory"
-    assert re.fullmatch(r"\d+ blocks; layers fetched [\d,]+ guests of 16 tokens", table["guests"])
-    assert re.search(
-        rf" MiB of records \+ {n / 2**20:.1f} MiB of index \+ |host [\d.]+ MiB \+ {n / 2**20:.1f} MiB of index",
+    ((whole, share),) = re.findall(
+        r"; policy fresh, everything outside the pool seen by 4 bits of keys and values \(([\d.]+) MiB at the full context,"
+        r" ([\d.]+) % of the full cache\), ",
         res.stderr,
     )
+    size = 6 * CoarseForm(4, 4).n_bytes(HEADS, 4096)
+    assert (whole, share) == (f"{size / 2**20:.1f}", f"{100 * size / (NEEDLE_TOKEN_BYTES * 4096):.1f}")
+    assert "are lossless" not in res.stderr
+    table = rows(res.stderr)
+    n, n_tokens = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) (?:bytes|tokens)", table["codes"]))
+    assert n == 6 * CoarseForm(4, 4).n_bytes(HEADS, n_tokens)
+    assert table["codes"] == f"{n:,} bytes ({n / 2**20:.1f} MiB), of {n_tokens:,} tokens"
+    assert re.fullmatch(r"\d+ blocks; layers fetched [\d,]+ guests of 16 tokens", table["guests"])
+    assert f" MiB of records + {n / 2**20:.1f} MiB of codes + " in res.stderr
     found = json.loads(good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--json").stdout)
     assert found["policy"] == "fresh"
-    assert found["stats"]["index_bytes"] == n
+    assert found["stats"]["coarse_bytes"] == n
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ((*FRESH, "--set", "index=3"), "--set index is 3, and must be one of 0, 1, 2, 4"),
+        ((*FRESH[:-1], "3"), "--kvflash-coarse: '3' is not one of 'auto', 'off', '4', '4,2', '2'; "),
         (
-            ("--kvflash-policy", "qk", "--set", "index=2"),
-            "--set index is 2, and --kvflash-policy 'qk' has no index: give policy",
+            (*FRESH[:-1], "off"),
+            "--kvflash-policy is fresh, whose layers choose by codes, and --kvflash-coarse is off: give policy qk",
         ),
         (
             (*FRESH, "--set", "swaps=-1"),
@@ -194,10 +182,10 @@ def test_bad_values_are_one_sentence(command: str, args: tuple[str, ...], says: 
 
 
 def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"POLICY": "fresh", "SET": "index=4 opening=5 swaps=3"}.items():
+    for name, value in {"POLICY": "fresh", "COARSE": "4,2", "SET": "opening=5 swaps=3"}.items():
         monkeypatch.setenv(f"KVFLASH_{name}", value)
     said = good("run", "-f", str(long_file), *POOLED, "-n", "2").stderr
-    assert "policy fresh (index of 4 bits a value: " in said
+    assert "policy fresh, everything outside the pool seen by 4 bits of keys and 2 of values (" in said
     assert "the first 5 tokens of an answer are lossless" in said
 
 
@@ -208,7 +196,6 @@ def test_help_teaches_what_fresh_takes(command: str) -> None:
     fields = " ".join(good(command, "--set", "help").stdout.split())
     assert "-1: 32, or 0 with policy fresh" in fields
     assert "with fresh, guests that a layer exchanges, 0: 32" in fields
-    assert 'bits for each value of a key in the index of "fresh" with `coarse` off: 1, 2 or 4' in fields
 
 
 def test_a_trace_says_what_layers_chose(long_file: Path, tmp_path: Path) -> None:
@@ -241,14 +228,15 @@ def test_only_where_layers_choose_does_a_trace_say_so(long_file: Path, tmp_path:
 
 
 @HOST
-@pytest.mark.parametrize(("bits", "token_bytes"), [("0", 192), ("1", 96), ("2", 192), ("4", 384)])
-def test_inspect_says_what_the_index_would_take(bits: str, token_bytes: int) -> None:
-    form = IndexForm.of(64, int(bits))
+@pytest.mark.parametrize("coarse", FORMS)
+def test_inspect_says_what_codes_would_take(coarse: str) -> None:
+    form = CoarseForm.of(coarse)
+    assert form
     want = 6 * form.n_bytes(HEADS, 8192)
-    args = ("inspect", "-c", "8K", *FRESH, "--set", f"index={bits}")
-    assert json.loads(good(*args, "--json").stdout)["index_bytes"] == want
-    said = f"{bits_a_value(token_bytes / 96)}: {token_bytes} bytes a token, {want / 2**20:.1f} MiB of host memory for"
-    assert rows(good(*args).stdout)["index of fresh"].startswith(said)
-    assert json.loads(good("inspect", "-c", "8K", "--json").stdout)["index_bytes"] == 6 * IndexForm.of(64).n_bytes(
-        HEADS, 8192
-    )
+    args = ("inspect", "-c", "8K", "--kvflash-coarse", coarse)
+    found = json.loads(good(*args, *FRESH[:2], "--json").stdout)
+    assert (found["coarse"], found["coarse_bytes"]) == (coarse, want)
+    share = 100 * want / (NEEDLE_TOKEN_BYTES * 8192)
+    said = f"{form}, {want / 2**20:.1f} MiB for the context ({share:.1f} % of its f16"
+    assert rows(good(*args, *FRESH[:2]).stdout)["codes"].startswith(said)
+    assert json.loads(good(*args, "--json").stdout)["coarse_bytes"] == want

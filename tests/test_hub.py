@@ -438,7 +438,6 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
     for name in list(os.environ):
         if name.startswith(("KVFLASH_", "LLAMA_ARG_")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("KVFLASH_COARSE", "off")
     res: list[Wanted] = []
 
     def fetch(model: Wanted, *_: Any) -> Path:

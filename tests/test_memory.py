@@ -18,8 +18,8 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.memory import memory_line, records_lines
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.serve import serve
+from pyllama_kvflash.engine import memory, placement
 from pyllama_kvflash.engine import need as needs_module
-from pyllama_kvflash.engine import placement
 from pyllama_kvflash.engine.need import DRIVER, Need
 from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.native import Model
@@ -27,7 +27,8 @@ from pyllama_kvflash.native.device import Device
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy import Geometry
-from pyllama_kvflash.policy.fresh import Heads
+from pyllama_kvflash.policy.coarse import CoarseForm
+from pyllama_kvflash.policy.fresh import GpuChoice, Heads
 
 pytestmark = pytest.mark.native
 
@@ -116,16 +117,16 @@ def test_another_thread_says_the_options_of_the_command_line(capsys: pytest.Capt
     assert capsys.readouterr().err.count("--kvflash-disk and -t/--threads") == 2
 
 
-def test_the_index_of_layers_on_the_host_counts_beside_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_host", range(5))
+def test_codes_of_layers_on_the_host_count_beside_a_gpus(monkeypatch: pytest.MonkeyPatch, n_host: int) -> None:
+    """Each where the layer is; and what attending to them takes, on the GPU alone."""
     gpu, host = (Device(name, name, is_gpu, 1 << 30, 1 << 30) for name, is_gpu in (("GPU", True), ("CPU", False)))
-    monkeypatch.setattr(needs_module, "devices", lambda: [gpu, host])
-    options, head = Options(n_ctx=4096, policy="fresh", coarse="off"), Heads(8, 2, 64)
-    sizes = [
-        needs_module._host_index(Geometry(((128, 128),) * 4, places, (head,) * 4), options)
-        for places in ((1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 0))
-    ]
-    assert sizes == [sizes[0], sizes[0] // 4, 0]
-    assert sizes[0] > 0
+    monkeypatch.setattr(memory, "devices", lambda: [gpu, host])
+    options, heads = Options(n_ctx=4096, pool=1024, coarse="4,2"), (Heads(8, 2, 64, 64),) * 4
+    each, choice = CoarseForm(4, 2).n_bytes(heads[0], 4096), GpuChoice(heads, 4096, 1, 1024, 64).n_bytes
+    places = (1,) * n_host + (0,) * (4 - n_host)
+    want = {1: n_host * each, 0: (4 - n_host) * each + choice}
+    assert memory.coarse_bytes(Geometry(((128, 128),) * 4, places, heads), options) == {i: want[i] for i in set(places)}
 
 
 def test_a_drafter_is_counted_as_it_is_and_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +136,7 @@ def test_a_drafter_is_counted_as_it_is_and_not_loaded_again(monkeypatch: pytest.
         "n_ctx": 4096,
         "pool": 1024,
         "policy": "qk",
+        "coarse": "off",
         "n_parallel": 2,
         "n_threads": 1,
         "spec": spec,
@@ -143,10 +145,10 @@ def test_a_drafter_is_counted_as_it_is_and_not_loaded_again(monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(Model, "load", lambda path, **how: (loaded.append(Path(path)), load(path, **how))[1])
         with KVFlash.from_file(BUNDLED_MODEL, **options) as kv:
-            memory = kv.memory
+            held = kv.memory
     assert loaded == [BUNDLED_MODEL, BUNDLED_DRAFTER]
-    assert sum(need.drafter for need in memory) > 0.9 * BUNDLED_DRAFTER.stat().st_size
-    assert memory == needs(BUNDLED_MODEL, Options(coarse="off", **options))[0]
+    assert sum(need.drafter for need in held) > 0.9 * BUNDLED_DRAFTER.stat().st_size
+    assert held == needs(BUNDLED_MODEL, Options(**options))[0]
 
 
 def test_a_second_engine_does_not_count_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

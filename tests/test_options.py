@@ -83,9 +83,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("tau", BIG, str(BIG)),
     ("swaps", -8, "-8"),
     ("swaps", BIG, str(BIG)),
-    ("index", 3, "3"),
-    ("index", -1, "-1"),
-    ("index", 8, "8"),
+    ("coarse", "3", "'3'"),
+    ("coarse", "2,4", "'2,4'"),
+    ("coarse", "", "''"),
+    ("coarse", 4, "4"),
     ("opening", -2, "-2"),
     ("opening", BIG, str(BIG)),
     ("share", -0.1, "-0.1"),
@@ -163,8 +164,9 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         {"tau": 1},
         {"tau": 1 << 30},
         *({"swaps": n} for n in (0, 1, 1 << 30)),
-        *({"index": bits, "policy": name} for bits in (0, 1, 2, 4) for name in ("auto", "fresh")),
-        *({"index": 0, "policy": name} for name in ("qk", "lru")),
+        *({"coarse": bits, "policy": name} for bits in ("auto", "4", "4,2", "2") for name in ("auto", "fresh", "lru")),
+        *({"coarse": "off", "policy": name} for name in ("auto", "qk", "lru", Lru())),
+        {"coarse": "off", "policy": "fresh", "pool": "off"},
         *({"opening": n} for n in (-1, 0, 1, 1 << 30)),
         *({"share": share} for share in (0, 0.05, 1)),
         *({"again": share} for share in (0, 1e-9, 0.03, 1)),
@@ -226,16 +228,6 @@ def test_a_policy_decides_what_is_left_out(options: type["Options"], policy: str
     made = options(policy=policy, swaps=3, opening=5)
     assert (made.n_swaps, made.n_opening) == (3, 5)
     assert options(policy=policy, opening=0).n_opening == 0
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("policy", ["qk", "lru", "drafter", Lru()])
-def test_only_fresh_has_an_index(options: type["Options"], policy: Any) -> None:
-    """Bits for nothing would make a run that was meant to be fresh look like one."""
-    name = policy if isinstance(policy, str) else policy.name
-    want = rf"`index` is 4, and `policy` '{name}' has no index: give policy fresh, .*"
-    with pytest.raises(UsageError, match=f"^{want}$"):
-        options(policy=policy, index=4)
 
 
 @pytest.mark.native

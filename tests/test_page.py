@@ -200,23 +200,33 @@ def test_the_pool_is_what_residency_says(read: Running) -> None:
     assert first["reselects"] == stats.reselects == found["reselects"] >= 1
     assert (first["pages_in"], first["pages_out"]) == (stats.pages_in, stats.pages_out)
     assert found["pages_out"] >= stats.pages_out
-    assert (first["layers"], first["guest_blocks"], found["guests_fetched"], found["index_bytes"]) == ([], 0, 0, 0)
+    assert (first["layers"], first["guest_blocks"], found["guests_fetched"], found["coarse_bytes"]) == ([], 0, 0, 0)
     assert second["n_tokens"] == 0
     assert (second["state"], second["kind"], second["score"]) == ("", "", [])
     assert not first["busy"]
     assert first["reading"] is None
 
 
+def coded_bytes(kv: KVFlash) -> int:
+    """Of the codes of a sequence."""
+    room = kv.pager.guests
+    assert room
+    return room.n_bytes(kv.stats().coarse_tokens)
+
+
 def test_what_layers_chose_is_told() -> None:
-    """For each chunk in how many of them it is; and what the index of all sequences takes, and what was fetched for it."""
-    with Running(n_batch=256, policy="fresh", pool=1536) as running:
+    """For each chunk in how many of them it is; and what the codes of all sequences take, and what was fetched by them."""
+    with Running(n_batch=256, policy="fresh", coarse="4", pool=1536) as running:
         for text in (long_text(3000), f"Another. {long_text(2500)}"):
             ask(running, text)
             until(running.idle)
         found, seen = pool(running), between_turns(running.scheduler, KVFlash.residency)
         stats, (one, other) = between_turns(running.scheduler, KVFlash.stats), found["sequences"]
         assert (found["policy"], found["n_layer"]) == ("fresh", 6)
-        assert found["index_bytes"] == sum(s.index_bytes for s in stats) > stats[0].index_bytes > 0
+        one_has, other_has = between_turns(running.scheduler, coded_bytes)
+        assert found["coarse_bytes"] == stats[0].coarse_bytes == stats[1].coarse_bytes >= one_has + other_has
+        assert (found["coarse_bytes"] > one_has + other_has) == ON_GPU, "there with what attending to them takes"
+        assert min(one_has, other_has) > 0
         assert found["guests_fetched"] == stats[0].guests_fetched == stats[1].guests_fetched > 0
         for said, where, its in zip((one, other), seen, stats, strict=True):
             assert said["layers"] == where.layers.tolist()
@@ -224,8 +234,7 @@ def test_what_layers_chose_is_told() -> None:
             assert said["guest_blocks"] == its.guest_blocks > 0
         until(lambda: running.metrics()["sequences_busy"] == 0)
         metrics = running.metrics()
-        assert metrics["index_bytes"] == found["index_bytes"]
-        assert metrics["index_device_bytes"] == found["index_device_bytes"] == stats[0].index_device_bytes
+        assert metrics["coarse_bytes"] == found["coarse_bytes"]
         assert metrics["kv_device_bytes"] == found["device_kv_bytes"] == stats[0].device_kv_bytes
         assert metrics["guests_fetched_total"] == found["guests_fetched"]
         check_all(running.scheduler)

@@ -39,7 +39,7 @@ PADDING = 16 << 10 if ON_GPU else 0
 def test_what_is_said_is_taken(tiny_path: Callable[[str], Path], name: str, way: str) -> None:
     """To the byte."""
     options: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, **WAYS[way]}
-    found, size = needs(tiny_path(name), Options(coarse="off", **options))
+    found, size = needs(tiny_path(name), Options(**options))
     with KVFlash.from_file(tiny_path(name), **options) as kv:
         stats = kv.stats()
         assert size.n_pool == kv.n_pool

@@ -29,7 +29,7 @@ from pyllama_kvflash.cli import main
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.engine import loading, refusals
-from pyllama_kvflash.engine.refusals import CALLS, GUESTS, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS
+from pyllama_kvflash.engine.refusals import CALLS, CODES, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS
 from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.native import Context, Model, PoolParams, devices
 from pyllama_kvflash.native.lib import _kvflash, check, ffi, lib
@@ -327,47 +327,49 @@ def test_pool_is_not_shifted(tiny_model: Callable[[str], Model]) -> None:
 #
 
 
-@pytest.mark.parametrize("name", GUESTS)
+@pytest.mark.parametrize("name", CODES)
 def test_a_pool_that_fresh_does_not_take(
     opened: Callable[..., KVFlash], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The library says why, in words that are in its code, and loading adds what to use instead; other errors stay."""
-    reason = GUESTS[name].reason.replace("{}", "3")
+    reason = CODES[name].reason.replace("{}", "3")
     native = Path(refusals.__file__).parents[1] / "native" / "src"
-    source = "".join((native / f"kvflash-{part}.cpp").read_text("utf-8") for part in ("pool", "fresh", "gpu"))
-    assert GUESTS[name].reason.replace("{}", "%d") in source
+    source = "".join(
+        (native / f"kvflash-{part}.cpp").read_text("utf-8") for part in ("pool", "fresh", "gpu", "gpu-coarse")
+    )
+    assert CODES[name].reason.replace("{}", "%d") in source
 
     def refuse(*_: object, pool: PoolParams | None = None, **more: object) -> Context:
         if pool and pool.n_pool > 256:
-            raise (UnsupportedError if pool.index_four else NativeError)(reason)
+            raise (UnsupportedError if pool.coarse_k else NativeError)(reason)
         return Context(*_, pool=pool, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loading, "Context", refuse)
     with pytest.raises(UnsupportedError) as err:
         opened("qwen3", n_ctx=4096, pool=1024, policy="fresh")
-    assert str(err.value).endswith(f" can be made: {str(GUESTS[name]).replace('{}', '3')}")
+    assert str(err.value).endswith(f" can be made: {str(CODES[name]).replace('{}', '3')}")
     assert "`policy` qk" in str(err.value)
     with pytest.raises(NativeError) as other:
         opened("qwen3", n_ctx=4096, pool=1024, policy="lru")
     assert str(other.value).endswith(f" can be made: {reason}")
 
 
-@pytest.mark.parametrize("options", [{}, {"index": 4}, {"n_parallel": 2, "n_batch": 64}], ids=str)
-@pytest.mark.parametrize("name", GUESTS)
+@pytest.mark.parametrize("options", [{}, {"n_parallel": 2, "n_batch": 64}], ids=str)
+@pytest.mark.parametrize("name", CODES)
 def test_the_default_where_no_layer_can_choose(
     opened: Callable[..., KVFlash], monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
     """It is qk in all that follows from a policy, and a note says why; what has no pool says nothing of it."""
-    reason = GUESTS[name].reason.replace("{}", "3")
+    reason = CODES[name].reason.replace("{}", "3")
 
     def refuse(*_: object, pool: PoolParams | None = None, **more: object) -> Context:
-        if pool and pool.index_four:
+        if pool and pool.coarse_k:
             raise UnsupportedError(reason)
         return Context(*_, pool=pool, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loading, "Context", refuse)
     kv = opened("qwen3", n_ctx=4096, pool=1024, **options)
-    assert (kv.policy, kv.options.policy, kv.options.index) == ("qk", "qk", 0)
+    assert (kv.policy, kv.options.policy, kv.options.coarse) == ("qk", "qk", "off")
     assert (kv.options.n_opening, kv.options.n_swaps, kv.pager.guests) == (32, 4, None)
     assert kv.notes.count(f"policy qk, not fresh: {reason}") == 1
     assert not [warning for warning in kv.warnings if "policy" in warning]
@@ -409,6 +411,6 @@ def test_page_is_up_to_date() -> None:
     )
     assert done.returncode == 0, done.stderr
     text = (ROOT / "docs" / "REFUSALS.md").read_text()
-    for refusal in (*MODELS.values(), *MEMORIES.values(), WINDOWS, *CALLS.values(), *GUESTS.values(), SHIFT):
+    for refusal in (*MODELS.values(), *MEMORIES.values(), WINDOWS, *CALLS.values(), *CODES.values(), SHIFT):
         assert refusal.reason.replace("{}", "N") in text
         assert spelled(refusal.alternative, run) in text

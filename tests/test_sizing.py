@@ -223,15 +223,15 @@ def test_auto_says_how_it_came_to_its_number() -> None:
     )
 
 
-def test_auto_keeps_free_what_layers_choose_by() -> None:
+def test_auto_keeps_free_what_codes_take() -> None:
     """On each device its own; one that holds less beside it is the tightest."""
     free = RESERVE + (64 << 20) + (3 << 20)
-    tokens, note = auto_pool([DeviceMemory("CUDA0", free, 1536, index=64 << 20), DeviceMemory("b", free, 1536)], 32_768)
+    tokens, note = auto_pool([DeviceMemory("CUDA0", free, 1536, codes=64 << 20), DeviceMemory("b", free, 1536)], 32_768)
     assert tokens == 1024
     assert note.startswith(
-        "auto: half of (579 MiB free on CUDA0, the tightest of 2 devices - 512 MiB reserve - 64 MiB for codes or fresh's index) / 1.50"
+        "auto: half of (579 MiB free on CUDA0, the tightest of 2 devices - 512 MiB reserve - 64 MiB for codes) / 1.50"
     )
-    assert auto_pool([DeviceMemory("CUDA0", free, 1536, index=free)], 32_768)[0] == 0
+    assert auto_pool([DeviceMemory("CUDA0", free, 1536, codes=free)], 32_768)[0] == 0
 
 
 GIB = 1 << 30
@@ -556,20 +556,20 @@ def test_panes_that_are_not_asked_for(pool: int | str, memory: list[tuple[int, b
 
 
 @pytest.mark.parametrize(
-    ("n_pool", "index", "panes"), [(0, 0, 28), (256, 0, 21), (256, 128, 17), (900, 0, 3), (1024, 0, 2)]
+    ("n_pool", "codes", "panes"), [(0, 0, 28), (256, 0, 21), (256, 128, 17), (900, 0, 3), (1024, 0, 2)]
 )
-def test_pool_index_and_panes_take_no_more_than_the_full_cache(n_pool: int, index: int, panes: int) -> None:
-    memory = [DeviceMemory("GPU", PLENTY, KIB, index=index * KIB)]
+def test_pool_codes_and_panes_take_no_more_than_the_full_cache(n_pool: int, codes: int, panes: int) -> None:
+    memory = [DeviceMemory("GPU", PLENTY, KIB, codes=codes * KIB)]
     assert n_panes(0, "auto", memory, N_CTX, N_LAYER, n_pool=n_pool) == panes
     assert n_panes(0, "auto", memory, N_CTX, N_LAYER, n_pool=n_pool, lossless=True) == N_LAYER
-    if index:  # buffers count as much
+    if codes:  # buffers count as much
         plain = [DeviceMemory("GPU", PLENTY, KIB)]
-        assert n_panes(0, "auto", plain, N_CTX, N_LAYER, n_pool=n_pool, buffers=index * KIB) == panes
+        assert n_panes(0, "auto", plain, N_CTX, N_LAYER, n_pool=n_pool, buffers=codes * KIB) == panes
 
 
-def test_panes_leave_room_for_what_layers_choose_by() -> None:
+def test_panes_leave_room_for_codes() -> None:
     for free, panes in ((ENOUGH + 100, N_LAYER - 1), (ENOUGH + 98, LEAST_PANES)):
-        assert n_panes(0, "auto", [DeviceMemory("GPU", free, KIB, index=100)], N_CTX, N_LAYER) == panes
+        assert n_panes(0, "auto", [DeviceMemory("GPU", free, KIB, codes=100)], N_CTX, N_LAYER) == panes
 
 
 def test_a_model_of_one_layer_may_have_two_panes() -> None:

@@ -33,6 +33,7 @@ from support.snapshots import (
     read,
     seen,
     whole,
+    with_policy,
 )
 
 from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, as_dict
@@ -160,8 +161,7 @@ def test_an_answer_goes_on_as_if_it_had_not_been_broken_off(
     monkeypatch.setattr(Schedule, "_behind", lambda _self: 4)  # as if to score took three tokens
 
     def anew() -> KVFlash:
-        # not ahead: on a GPU, layers wait for their own queries at the first tokens after a snapshot
-        return opened(name, policy=Odd("shares") if policy == "shares" else policy, ahead=False)
+        return opened(name, **with_policy(Odd("shares") if policy == "shares" else policy))
 
     kv = anew()
     events = list(read(kv, 1500).generate(MORE[:70], max_tokens=60, sampling=GREEDY, append=True))
@@ -268,7 +268,7 @@ def test_a_restored_sequence_can_be_saved_again(opened: Open, snap: Path, name: 
 @pytest.mark.parametrize("n", [700, 1500], ids=["fits", "is larger"])
 def test_an_exact_prompt_lies_where_it_lay(opened: Open, snap: Path, policy: str, n: int) -> None:
     """Although no attention has read the pool by then."""
-    kv = opened(policy=policy, prefill="exact")
+    kv = opened(prefill="exact", **with_policy(policy))
     read(kv, n).save(snap)
     block = kv.residency().block
     want = go_on(kv)

@@ -68,10 +68,10 @@ def test_plans(snap: Path, plan: tuple[tuple[int, ...], tuple[int, ...]]) -> Non
 
 def test_guests_are_read_again(fresh: Path) -> None:
     contents, records = made()
-    contents, index = with_guests(contents)
+    contents, codes = with_guests(contents)
     file = verified(fresh)
-    assert_holds(file, contents, records, index)
-    assert [part.dtype for part in file.index()] == [np.uint8, np.uint8]
+    assert_holds(file, contents, records, codes)
+    assert [part.dtype for part in file.codes()] == [np.uint8, np.uint8]
 
 
 def test_version_2_is_read(small: Path) -> None:
@@ -91,7 +91,7 @@ def test_version_2_is_read(small: Path) -> None:
 def test_the_layout_is_that_of_version_3(fresh: Path) -> None:
     """Read by hand: whoever changes a field raises the version."""
     contents, records = made()
-    contents, indices = with_guests(contents)
+    contents, of_layers = with_guests(contents)
     saved = contents.guests
     assert saved is not None
     data = fresh.read_bytes()
@@ -103,7 +103,7 @@ def test_the_layout_is_that_of_version_3(fresh: Path) -> None:
         assert offset % 8 == 0
         raw.append(data[offset : offset + size])
         assert i == 11 or check == sha256(raw[i])
-    identity, sequence, tokens, chunks, plan, scoring, sources, stops, states, guests, index, rows = raw
+    identity, sequence, tokens, chunks, plan, scoring, sources, stops, states, guests, codes, rows = raw
 
     assert struct.unpack_from("<QQIIII32s", identity) == (
         *(0x1234_5678_9ABC_DEF0, 300, 128, 16, 2, 0),
@@ -118,10 +118,10 @@ def test_the_layout_is_that_of_version_3(fresh: Path) -> None:
     assert sources == b""
     assert struct.unpack("<IIQIIQ", stops) == (16, 0, 10, 70, 0, 13)
     assert states == b"".join(blob for _, blob in contents.states)
-    assert struct.unpack_from("<8IQQ", guests) == (8, 40, 16, 64, 3, 2, 3, 12, 101, 60)
+    assert struct.unpack_from("<8IQQ", guests) == (0, 4, 2, 64, 0, 2, 3, 12, 101, 60)
     assert struct.unpack_from("<27i", guests, 48) == (*saved.blocks, *saved.units.ravel())
     assert len(guests) == 48 + 4 * 27
-    assert index == b"".join(part.tobytes() for part in indices)
+    assert codes == b"".join(part.tobytes() for part in of_layers)
 
     link = sha256(identity)
     for i, record in enumerate(records):

@@ -14,13 +14,23 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import formats
-from support.formats import Record, as_version_2, assert_holds, in_parts, made, sections, verified, with_guests
+from support.formats import (
+    Record,
+    as_version_2,
+    assert_holds,
+    in_parts,
+    made,
+    resigned,
+    sections,
+    verified,
+    with_forged_guests,
+    with_guests,
+)
 
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.snapshot import file as snapshot_file
 from pyllama_kvflash.snapshot.file import SnapshotFile
-from pyllama_kvflash.snapshot.layout import DIGEST, HEADER, SECTIONS, digest, record_place, write
-from pyllama_kvflash.snapshot.saved_guests import GUESTS
+from pyllama_kvflash.snapshot.layout import HEADER, SECTIONS, record_place, write
 
 pytestmark = pytest.mark.native
 
@@ -32,28 +42,22 @@ FULL = [name for name in SECTIONS if name != "sources"]  # of the files here
 N_FUZZ = int(os.environ.get("KVFLASH_FUZZ_ROUNDS", "2000"))
 
 
-def resigned(data: bytearray) -> bytearray:
-    """With a header that has the digest of what it says now."""
-    data[HEADER.itemsize - DIGEST : HEADER.itemsize] = digest(bytes(data[: HEADER.itemsize - DIGEST]))
-    return data
-
-
 @pytest.mark.parametrize("at", [0, 0.5, 1], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("name", FULL[:-1])
 def test_a_byte_of_a_section(fresh: Path, name: str, at: float) -> None:
-    """It is seen as the file is opened; of the index, when that is used."""
+    """It is seen as the file is opened; of the codes, when they are used."""
     start, end = sections(fresh)[name]
     data = bytearray(fresh.read_bytes())
     data[start + round(at * (end - start - 1))] ^= 0x80
     fresh.write_bytes(data)
     why = re.escape(f"{fresh} is not a whole snapshot: its section {name} was changed")
-    if name != "index":
+    if name != "codes":
         with pytest.raises(SnapshotError, match=why):
             SnapshotFile(fresh)
         return
     file, told = SnapshotFile(fresh), list[Path]()
     file.on_damage = told.append
-    for use in (file.index, lambda: next(file.verify())):
+    for use in (file.codes, lambda: next(file.verify())):
         with pytest.raises(SnapshotError, match=why):
             use()
     assert told == [fresh, fresh]
@@ -159,17 +163,15 @@ def test_sections_that_changed_places(fresh: Path, i: int) -> None:
 @pytest.mark.parametrize("field", ["n_layer", "n_block", "n_slot"])
 def test_forged_guests(fresh: Path, field: str) -> None:
     """Digests that fit, of a table that says more than there is."""
-    start, end = sections(fresh)["guests"]
-    data = bytearray(fresh.read_bytes())
-    guests = np.frombuffer(data, GUESTS, 1, start).copy()
-    guests[field] = 1_000_000
-    data[start : start + GUESTS.itemsize] = guests.tobytes()
-    header = np.frombuffer(data, HEADER, 1).copy()
-    header["sections"]["digest"][0, SECTIONS.index("guests")] = np.void(digest(bytes(data[start:end])))
-    data[: HEADER.itemsize] = header.tobytes()
-    fresh.write_bytes(resigned(data))
+    fresh.write_bytes(with_forged_guests(fresh, field, 1_000_000))
     with pytest.raises(SnapshotError, match=f"{fresh} is not a whole snapshot: its tables do not hold together"):
         SnapshotFile(fresh)
+
+
+def test_guests_that_an_index_chose(fresh: Path) -> None:
+    """As an older build wrote them: the file is one without guests, and all else of it can be used."""
+    fresh.write_bytes(with_forged_guests(fresh, "zero", 8))
+    assert_holds(verified(fresh), *made())
 
 
 def assert_read_or_told(file: SnapshotFile, records: list[Record], n_whole: int, why: str) -> None:
@@ -349,8 +351,8 @@ def fast() -> Iterator[Path]:
 def test_fuzz(fast: Path, mutate: Callable[[random.Random, bytearray, list[int]], None], ends: tuple[int, ...]) -> None:
     """Damage is seen, or there is none: whatever is done to a file, nothing wrong is read from it, and nothing else raised."""
     last, contents, records = in_parts(fast, *ends, n_state=2)
-    contents, index = with_guests(contents)
-    write(last, contents, records[contents.n_lent :], index=index)
+    contents, codes = with_guests(contents)
+    write(last, contents, records[contents.n_lent :], codes=codes)
     files = {path: path.read_bytes() for path in fast.iterdir()}
     borders = {
         path: sorted({0, HEADER.itemsize, *(at for pair in sections(path).values() for at in pair)}) for path in files
@@ -366,14 +368,14 @@ def test_fuzz(fast: Path, mutate: Callable[[random.Random, bytearray, list[int]]
         path.write_bytes(changed)
         try:
             file = SnapshotFile(last)
-            file.index()
+            file.codes()
             for i in range(len(records)):
                 file.record(i)
         except SnapshotError:
             assert changed != files[path]
             seen += 1
         else:
-            assert_holds(file, contents, records, index)
+            assert_holds(file, contents, records, codes)
         path.unlink()
         path.write_bytes(files[path])
     assert seen > n // 50

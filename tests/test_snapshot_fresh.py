@@ -1,4 +1,4 @@
-"""Snapshots of a pool in which each layer chooses: the index comes back, and guests where they were.
+"""Snapshots of a pool in which each layer chooses: its codes come back, and guests where they were.
 
 That what follows is what would have followed is tested in test_snapshot.py, with the other policies.
 """
@@ -14,14 +14,15 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
 from support.cuts import cut_off_at_every_line
-from support.formats import as_version_2, sections
+from support.formats import as_version_2, sections, with_forged_guests
 from support.runs import Open
-from support.snapshots import MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
+from support.snapshots import FRESH, MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.policy import State
-from pyllama_kvflash.pool import guests
+from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.pool.guests import GuestRoom
 from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.snapshot.cache import PrefixCache
@@ -33,8 +34,9 @@ pytestmark = [pytest.mark.native, pytest.mark.usefixtures("wordless")]
 snap = snapshots.snap
 wordless = snapshots.wordless
 
-SMALL: dict[str, Any] = {**snapshots.SMALL, "policy": "fresh"}
+SMALL: dict[str, Any] = {**snapshots.SMALL, **FRESH}
 EXACT: dict[str, Any] = {"prefill": "exact"}
+PLAIN: dict[str, Any] = {"policy": "lru", "coarse": "off"}
 N = 1500  # tokens: 23 chunks and a part of one, in 16 blocks
 
 
@@ -49,13 +51,19 @@ def saved(tiny_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def never_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index is put back, or goes on: it is not begun."""
+    """The codes of the file are put back: those of later chunks alone are made."""
+    only_made_from(monkeypatch, 23)
 
-    def components(*_: Any) -> None:
-        pytest.fail("the index was made")
 
-    monkeypatch.setattr("pyllama_kvflash.pool.guests.GROWN", 2)  # texts that grow by more than an eighth
-    monkeypatch.setattr(guests.Guests, "components", components)
+def only_made_from(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Codes of the first n chunks are not made."""
+    put = Guests.put
+
+    def checked(self: Guests, layers: range, first: int, records: Any) -> None:
+        assert first >= n, "codes were made again"
+        put(self, layers, first, records)
+
+    monkeypatch.setattr(Guests, "put", checked)
 
 
 def room(kv: KVFlash) -> GuestRoom:
@@ -64,8 +72,8 @@ def room(kv: KVFlash) -> GuestRoom:
     return res
 
 
-def index(kv: KVFlash) -> list[bytes]:
-    """The index of each layer."""
+def codes(kv: KVFlash) -> list[bytes]:
+    """The codes of each layer."""
     return [part.tobytes() for part in room(kv).native.saved_codes(room(kv).native.info().n)]
 
 
@@ -85,7 +93,7 @@ def damage(path: Path, section: str, to: Path) -> Path:
 
 @pytest.mark.parametrize("chunk", [16, 32])
 def test_smaller_chunks(opened: Open, snap: Path, chunk: int) -> None:
-    """Of which several are in a group of the index."""
+    """Of which several have their codes in one tile."""
     kv = opened(chunk=chunk, pool=512, n_batch=64, n_ubatch=64)
     answer(read(kv, 1000), MORE[100:130], 5)
     kv.save(snap)
@@ -105,7 +113,7 @@ def test_with_columns_of_values(opened: Open, snap: Path) -> None:
 
 
 def test_what_is_saved_is_of_that_moment(opened: Open, snap: Path) -> None:
-    """Whatever comes before it is written: another text has the index by then."""
+    """Whatever comes before it is written: the codes are another text's by then."""
     kv = read(opened(), N)
     capture, before = kv.capture(), seen(kv)
     want = go_on(kv)
@@ -118,7 +126,7 @@ def test_what_is_saved_is_of_that_moment(opened: Open, snap: Path) -> None:
 
 
 @pytest.mark.usefixtures("never_made")
-def test_the_index_is_not_made_again(opened: Open, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_not_made_again(opened: Open, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is chosen twice: the units in the slots are the file's. Threads read the records, all of which are used."""
     kv, ahead = opened(**EXACT), list[HostStore]()
     read_ahead = HostStore.read_ahead
@@ -128,7 +136,7 @@ def test_the_index_is_not_made_again(opened: Open, saved: Path, monkeypatch: pyt
     contents = SnapshotFile(saved).contents
     assert contents.guests is not None
     assert room(kv).native.info().n == contents.guests.n_tokens == 23 * 64
-    assert room(kv).n_fitted == contents.guests.n_fitted == 23
+    assert room(kv).form == contents.guests.form == CoarseForm(4, 4)
     blocks, units = room(kv).native.tables()
     np.testing.assert_array_equal(blocks, contents.guests.blocks)
     np.testing.assert_array_equal(units, contents.guests.units)
@@ -143,7 +151,7 @@ def test_what_fits_the_pool_has_no_guests(opened: Open, snap: Path) -> None:
     kv.save(snap)
     contents = SnapshotFile(snap).contents
     assert contents.guests is None
-    assert sections(snap)["index"][0] == sections(snap)["index"][1]
+    assert sections(snap)["codes"][0] == sections(snap)["codes"][1]
     want = go_on(kv)
     kv.restore(snap)
     assert_same(go_on(kv), want)
@@ -158,7 +166,7 @@ def test_guests_of_a_text_that_was_rolled_back(opened: Open, snap: Path) -> None
     want = go_on(kv)
     kv.restore(snap)
     assert_same(go_on(kv), want)
-    other = opened(index=4)
+    other = opened(coarse="2")
     other.restore(snap)
     assert len(room(other).native.tables()[0]) == 0
     other.check_integrity()
@@ -171,15 +179,16 @@ def test_guests_of_a_text_that_was_rolled_back(opened: Open, snap: Path) -> None
 
 @pytest.mark.parametrize("options", [{}, EXACT, {"chunk": 16, "n_batch": 64}], ids=str)
 @pytest.mark.parametrize("how", ["restored", "saved"])
-def test_a_part_has_the_first_part_of_the_index(
+def test_a_part_has_the_first_part_of_the_codes(
     opened: Open, snap: Path, how: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole chunks alone, and no guests' tables: they are chosen by the next token."""
     kv = read(opened(snapshots=True, **options), N)
     before, n_chunk = room(kv), kv.options.chunk
     n = 1300 // n_chunk * n_chunk
-    want = [part.tobytes() for part in before.native.saved_codes(min(n, before.native.info().n))]
-    monkeypatch.setattr(guests.Guests, "components", None)
+    n_saved = min(n, before.native.info().n)
+    want = [part.tobytes() for part in before.native.saved_codes(n_saved)]
+    only_made_from(monkeypatch, n_saved // n_chunk)
     if how == "saved":
         kv.save(snap, n)
         cut = whole(snap).contents.guests
@@ -189,38 +198,14 @@ def test_a_part_has_the_first_part_of_the_index(
     else:
         kv.save(snap)
         assert kv.restore(snap, np.concatenate([TOKENS[:1310], MORE])) == n
-    assert [part.tobytes() for part in room(kv).native.saved_codes(min(n, len_of(want, kv)))] == want
-    assert room(kv).native.info().n == n, "what the index lacked was put into it"
+    assert [part.tobytes() for part in room(kv).native.saved_codes(n_saved)] == want
+    assert room(kv).native.info().n == n, "chunks that had no codes got them"
     assert (room(kv).native.tables()[1] == -1).all()
     assert len(room(kv).native.tables()[0])
     kv.check_integrity()
     kv.decode(MORE[:3])
     assert (room(kv).native.tables()[1] >= 0).all()
     kv.check_integrity()
-
-
-def len_of(parts: list[bytes], kv: KVFlash) -> int:
-    """Of how many positions an index is."""
-    native, n_chunk = room(kv).native, kv.options.chunk
-    sizes = tuple(map(len, parts))
-    return max(n for n in range(0, N, n_chunk) if native.code_sizes(n) == sizes)
-
-
-def test_an_index_of_a_short_part_is_made_again_when_it_has_doubled(
-    opened: Open, snap: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its basis was found for a text of which that is left: as if the part had been read alone."""
-    monkeypatch.setattr("pyllama_kvflash.pool.guests.GROWN", 2)
-    kv = read(opened(snapshots=True, n_batch=64), 3000)
-    kv.save(snap)
-    assert kv.restore(snap, np.concatenate([TOKENS[:650], MORE])) == 640
-    assert room(kv).n_fitted > 20
-    fitted = []
-    for end in range(1088, 1728, 64):
-        for _ in kv.prefill(MORE[kv.n_tokens : end]):
-            pass
-        fitted.append(room(kv).n_fitted)
-    assert fitted == [10] * 4 + [20] * 6
 
 
 #
@@ -233,7 +218,7 @@ ELSEWHERE: list[dict[str, Any]] = [{"pool": 768}, {"pool": 1280}, {"n_parallel":
 @pytest.mark.usefixtures("never_made")
 @pytest.mark.parametrize("options", ELSEWHERE, ids=str)
 def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> None:
-    """What must be there, and guests in the rest of its share, chosen by the next token; the same index."""
+    """What must be there, and guests in the rest of its share, chosen by the next token; the same codes."""
     kv = opened(**EXACT, **options)
     one = kv.sequences[-1]
     assert one.restore(saved) == N
@@ -243,7 +228,7 @@ def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> Non
     assert one.pager.flights.n_in == ledger.n_resident, "nothing came in to leave at once"
     assert len(blocks) == ledger.n_guests == ledger.n_share - ledger.n_resident > 0
     assert (units == -1).all()
-    assert b"".join(index(one)) == b"".join(part.tobytes() for part in SnapshotFile(saved).index())
+    assert codes(one) == [part.tobytes() for part in SnapshotFile(saved).codes()]
     one.check_integrity()
     assert len(answer(one, MORE[:70])) == 40
     one.check_integrity()
@@ -253,11 +238,10 @@ def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> Non
     assert_same(seen(again), seen(one))
 
 
-def test_a_pool_that_holds_all_of_it(opened: Open, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its logits are those of a pool that never had guests. Once something must go, the index goes on."""
-    monkeypatch.setattr(guests.Guests, "components", None)
-    monkeypatch.setattr("pyllama_kvflash.pool.guests.GROWN", 2)
-    kv, plain = (opened(pool=2048, **EXACT, policy=policy) for policy in ("fresh", "lru"))
+@pytest.mark.usefixtures("never_made")
+def test_a_pool_that_holds_all_of_it(opened: Open, saved: Path) -> None:
+    """Its logits are those of a pool that never had codes. Once something must go, the codes go on."""
+    kv, plain = (opened(pool=2048, **EXACT, **options) for options in (FRESH, PLAIN))
     kv.restore(saved)
     plain.restore(saved)
     assert len(room(kv).native.tables()[0]) == 0
@@ -272,13 +256,12 @@ def test_a_pool_that_holds_all_of_it(opened: Open, saved: Path, monkeypatch: pyt
 
 
 def test_a_file_of_another_policy(opened: Open, saved: Path, snap: Path) -> None:
-    """An index is made of its records; it is the one of the same text that was read with policy fresh, bit for bit."""
-    lru, kv, want = opened(policy="lru", **EXACT), opened(**EXACT), opened(**EXACT)
+    """Codes are made of its records; they are those of the same text that was read with policy fresh, bit for bit."""
+    lru, kv, want = opened(**PLAIN, **EXACT), opened(**EXACT), opened(**EXACT)
     read(lru, N).save(snap)
     kv.restore(snap)
     want.restore(saved)
-    assert index(kv) == index(want)
-    assert room(kv).n_fitted == 23
+    assert codes(kv) == codes(want)
     kv.check_integrity()
     for one in (kv, want):
         answer(one, MORE[:70], 10)
@@ -294,30 +277,49 @@ def assert_same_choice(kv: KVFlash, want: KVFlash) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "qk"])
 def test_a_file_with_guests_and_another_policy(opened: Open, saved: Path, snap: Path, policy: str) -> None:
-    """They are ignored, and so is what became of the index; the most recent chunks have their blocks."""
-    kv = opened(policy=policy, **EXACT)
-    assert kv.restore(damage(saved, "index", snap)) == N
+    """Without codes, they are ignored, and so is what became of the codes; the most recent chunks have their blocks."""
+    kv = opened(policy=policy, coarse="off", **EXACT)
+    assert kv.restore(damage(saved, "codes", snap)) == N
     assert kv.residency().state.tolist() == [State.RESIDENT] + [State.OUT] * 9 + [State.RESIDENT] * 14
     assert len(answer(kv, MORE[:70])) == 40
     kv.check_integrity()
 
 
-def test_an_index_of_other_bits(opened: Open, saved: Path, snap: Path) -> None:
-    """It is made anew, as for a file that has none."""
-    kv, want, lru = opened(index=4, **EXACT), opened(index=4, **EXACT), opened(policy="lru", **EXACT)
+@pytest.mark.parametrize("coarse", ["4,2", "2"])
+def test_codes_of_other_bits(opened: Open, saved: Path, snap: Path, coarse: str) -> None:
+    """They are made anew, as for a file that has none."""
+    kv, want, lru = opened(coarse=coarse, **EXACT), opened(coarse=coarse, **EXACT), opened(**PLAIN, **EXACT)
     read(lru, N).save(snap)
     for one, path in ((kv, saved), (want, snap)):
         one.restore(path)
         one.check_integrity()
         answer(one, MORE[:70], 10)
     assert room(kv).form != SnapshotFile(saved).contents.guests.form  # type: ignore[union-attr]
-    assert index(kv) == index(want)
+    assert codes(kv) == codes(want)
     assert_same_choice(kv, want)
+
+
+def test_guests_that_an_index_chose(opened: Open, saved: Path, snap: Path) -> None:
+    """As an older build wrote them: the text goes on, with codes that are made of its records."""
+    kv, want, lru = opened(**EXACT), opened(**EXACT), opened(**PLAIN, **EXACT)
+    snap.write_bytes(with_forged_guests(saved, "zero", 8))
+    assert SnapshotFile(snap).contents.guests is None
+    for one, path in ((kv, snap), (want, saved), (lru, snap)):
+        assert one.restore(path) == N
+        one.check_integrity()
+    assert codes(kv) == codes(want)
+    assert (room(kv).native.tables()[1] == -1).all(), "the next token chooses"
+    for one in (kv, want):
+        answer(one, MORE[:70], 10)
+        one.check_integrity()
+    assert_same_choice(kv, want)
+    assert len(answer(lru, MORE[:70])) == 40
+    lru.check_integrity()
 
 
 def test_a_file_of_version_2(opened: Open, saved: Path, snap: Path) -> None:
     """It goes on where it was, and has guests here."""
-    lru, kv, want = opened(policy="lru", **EXACT), opened(**EXACT), opened(**EXACT)
+    lru, kv, want = opened(**PLAIN, **EXACT), opened(**EXACT), opened(**EXACT)
     read(lru, N).save(snap)
     old = snap.with_name("old.kvsnap")
     as_version_2(snap, old)
@@ -327,7 +329,7 @@ def test_a_file_of_version_2(opened: Open, saved: Path, snap: Path) -> None:
     assert_same(go_on(lru), after)
     kv.restore(old)
     want.restore(saved)
-    assert index(kv) == index(want)
+    assert codes(kv) == codes(want)
     for one in (kv, want):
         answer(one, MORE[:70], 10)
     assert_same_choice(kv, want)
@@ -341,12 +343,12 @@ def test_a_file_of_version_2(opened: Open, saved: Path, snap: Path) -> None:
 def assert_usable(kv: KVFlash) -> None:
     """The sequence is empty, and reads a text as a new one does."""
     assert kv.n_tokens == 0
-    assert (room(kv).native.info().n, room(kv).native.info().n_block, room(kv).n_fitted) == (0, 0, 0)
+    assert (room(kv).native.info().n, room(kv).native.info().n_block) == (0, 0)
     assert kv.pager.records.memory.n_used == 0
     kv.check_integrity()
 
 
-@pytest.mark.parametrize("section", ["guests", "index"])
+@pytest.mark.parametrize("section", ["guests", "codes"])
 def test_a_damaged_section(opened: Open, saved: Path, snap: Path, section: str) -> None:
     kv, want = opened(**EXACT), opened(**EXACT)
     with pytest.raises(SnapshotError, match=f"{snap} is not a whole snapshot: its section {section} was changed"):
@@ -396,8 +398,8 @@ def test_a_restore_is_cut_off_at_every_line(opened: Open, saved: Path) -> None:
 #
 
 
-def test_the_cache_keeps_an_index_for_each_text(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where records are in another file. A warm turn goes on from the index, and one with a damaged index is cold."""
+def test_the_cache_keeps_codes_for_each_text(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where records are in another file. A warm turn goes on from the codes, and one with damaged codes is cold."""
     kv, cache = opened(snapshots=True), PrefixCache(tmp_path, 1 << 40)
     first = cache.save(read(kv, N))
     branch = np.concatenate([TOKENS[:1400], MORE[:500]])
@@ -410,21 +412,23 @@ def test_the_cache_keeps_an_index_for_each_text(opened: Open, tmp_path: Path, mo
     assert SnapshotFile(second).outline.needs == {first}
     assert cache.restore(kv, np.concatenate([branch, MORE[:9]])) == 1900
     assert_same(seen(kv), before)
+    saved = SnapshotFile(first).contents.guests
+    assert saved
     with monkeypatch.context() as patch:
-        patch.setattr(guests.Guests, "components", None)
+        only_made_from(patch, saved.n_tokens // 64)
         other = opened(snapshots=True)
         assert cache.restore(other, np.concatenate([TOKENS[:1450], MORE[500:900]])) == 22 * 64
         assert len(answer(other, MORE[500:700])) == 40
         other.check_integrity()
-    damage(second, "index", second)
+    damage(second, "codes", second)
     assert cache.restore(kv, np.concatenate([branch, MORE[:9]])) == 1400 // 64 * 64
     assert cache.stats.damaged == 1
     assert not second.exists()
     kv.check_integrity()
 
 
-def test_the_cache_counts_the_index(opened: Open, tmp_path: Path) -> None:
-    """A file that is larger than the cache only with it is not written."""
+def test_the_cache_counts_the_codes(opened: Open, tmp_path: Path) -> None:
+    """A file that is larger than the cache only with them is not written."""
     kv = read(opened(snapshots=True), N)
     records = kv.pager.ledger.n_chunks * kv.pager.records.record_bytes
     assert PrefixCache(tmp_path, records + room(kv).n_bytes(kv.n_tokens) - 1).save(kv) is None

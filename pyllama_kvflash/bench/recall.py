@@ -37,10 +37,11 @@ class Oracle:
 def open_variant(path: Any, variant: Variant, n_ctx: int, pool: int, common: dict[str, Any]) -> KVFlash:
     """Open the model as a variant has it. `common`: options of all variants. Raises what KVFlash.from_file does.
 
-    Answers are decoded through the pool from their first token on, and nothing outside it is seen, since that is what variants
-    are compared by, unless one says otherwise (opening=32, coarse=4). A control's pool holds all: see bench.control.
+    Answers are decoded through the pool from their first token on, and other policies than fresh see nothing outside it, since that
+    is what variants are compared by, unless one says otherwise (opening=32, coarse=4). A control's pool holds all: see bench.control.
     """
-    options = {"opening": 0, "coarse": "off", **common, **variant.options, "n_ctx": n_ctx}
+    coarse = "auto" if variant.policy == "fresh" else "off"
+    options = {"opening": 0, "coarse": coarse, **common, **variant.options, "n_ctx": n_ctx}
     if variant.full:
         return KVFlash.from_file(path, **{**options, "pool": "off"})
     options["policy"] = Oracle() if variant.policy == "oracle" else variant.policy

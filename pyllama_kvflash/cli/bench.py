@@ -35,8 +35,9 @@ folder. It can be stopped at any time: results.jsonl there keeps what was measur
 A variant is a policy, with options of its own after slashes: full, lru, fresh, qk, qk-cos, oracle (forces in the chunk
 that holds the answer), qk/replay=0, fresh/coarse=2, full/type_k=q8_0/type_v=q8_0, oracle/replay=0 ... kld and ruler also
 take qk/answer=full, a control: the prompt is read through the pool, then all of it is brought back for the answer.
-Answers are decoded through the pool from their first token on, and nothing outside it is seen; fresh/coarse=4 sees the
-rest by codes of 4 bits, and qk/opening=32 begins losslessly, as `kvflash run` does. Where layers cannot choose their chunks, fresh is left out of the default variants.
+Answers are decoded through the pool from their first token on; qk/opening=32 begins losslessly, as `kvflash run` does.
+fresh sees what is outside the pool by codes, of as many bits as fit; the others see nothing of it, unless as in lru/coarse=4.
+Where there are no codes, fresh is left out of the default variants.
 """
 
 NIAH_HELP = """Ask for codes hidden at even depths of long texts, one by one.

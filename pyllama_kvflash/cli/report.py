@@ -325,11 +325,7 @@ def closing_line(s: Stats, reason: str) -> str:
 def _held(s: Stats) -> list[str]:
     """Return what a pool has on a GPU, and on the host."""
     share = 100 * s.device_kv_bytes / s.kv_full_bytes
-    device = (
-        mib(s.kv_device_bytes)
-        + _more(s.coarse_bytes, "of codes")
-        + _more(s.pane_bytes, "to read prompts")
-    )
+    device = mib(s.kv_device_bytes) + _more(s.coarse_bytes, "of codes") + _more(s.pane_bytes, "to read prompts")
     host = mib(s.host_bytes)
     return [f"device KV {device}, full cache {mib(s.kv_full_bytes)} ({share:.1f} %)", f"host {host}"]
 
@@ -338,9 +334,7 @@ def _held_in_ram(s: Stats) -> str:
     """Return what a pool has where there is no GPU: all of it is RAM."""
     n_all = s.device_kv_bytes + s.host_bytes
     parts = (
-        _more(s.host_bytes, "of records")
-        + _more(s.coarse_bytes, "of codes")
-        + _more(s.pane_bytes, "to read prompts")
+        _more(s.host_bytes, "of records") + _more(s.coarse_bytes, "of codes") + _more(s.pane_bytes, "to read prompts")
     )
     return f"KV {mib(n_all)} = {mib(s.kv_device_bytes)} of pool{parts}, full cache {mib(s.kv_full_bytes)}"
 

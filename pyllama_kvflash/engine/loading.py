@@ -91,7 +91,9 @@ class Probe:
     layers: tuple[int, ...]
     geometry: Geometry
     refusal: str | None
-    uncoded: str | None = None  # why there can be no codes of all positions, and so no policy "fresh"; None if there can
+    uncoded: str | None = (
+        None  # why there can be no codes of all positions, and so no policy "fresh"; None if there can
+    )
 
 
 def load(

@@ -130,7 +130,7 @@ def of_model(kind: str) -> str:
 
 def of_codes(error: str) -> str:
     """Return why there can be no codes of all positions, and what to do instead. error: the library's message."""
-    known = (r for r in CODES.values() if error == r.reason)
+    known = (r for r in (*CODES.values(), ON_DISK) if error == r.reason)
     return str(next(known, Refusal(error, _OTHER)))
 
 

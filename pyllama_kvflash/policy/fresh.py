@@ -83,6 +83,5 @@ class GpuChoice:
         return self.n_pool // self.chunk * (self.chunk // UNIT)
 
 
-
 def _padded(n: int) -> int:
     return -(-n // _ALIGNED) * _ALIGNED

@@ -24,11 +24,10 @@ RUNTIME, USAGE, INTERRUPTED = 1, 2, 130
 
 
 def forget_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the caller's settings, and a pool alone (see conftest.pool_alone)."""
+    """Nothing of the caller's settings."""
     for name in list(os.environ):
         if name.startswith(("KVFLASH_", "LLAMA_")) or name in {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"}:
             monkeypatch.delenv(name)
-    monkeypatch.setenv("KVFLASH_COARSE", "off")
 
 
 def use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

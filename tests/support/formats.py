@@ -9,11 +9,12 @@ import numpy.typing as npt
 import pytest
 
 from pyllama_kvflash.policy import Scoring
-from pyllama_kvflash.policy.fresh import IndexForm
+from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import (
     CHUNK,
     DIGEST,
+    HEADER,
     IDENTITY,
     LAYER,
     SECTIONS,
@@ -26,7 +27,7 @@ from pyllama_kvflash.snapshot.layout import (
     header_with,
     write,
 )
-from pyllama_kvflash.snapshot.saved_guests import SavedGuests
+from pyllama_kvflash.snapshot.saved_guests import GUESTS, SavedGuests
 
 Record = npt.NDArray[np.uint8]
 
@@ -71,12 +72,12 @@ def made(n_tokens: int = 70, n_state: int = 2, seed: int = 0, **values: Any) -> 
 
 
 def with_guests(contents: Contents, seed: int = 0) -> tuple[Contents, list[Record]]:
-    """Contents with guests by chance, and an index of their two layers."""
+    """Contents with guests by chance, and codes of their two layers."""
     rng, n = np.random.default_rng(seed), len(contents.tokens) // N_CHUNK
-    index = [rng.integers(0, 256, size, np.uint8) for size in (101, 60)]
+    codes = [rng.integers(0, 256, size, np.uint8) for size in (101, 60)]
     blocks, units = rng.permutation(8)[:3].astype(np.int32), rng.integers(-1, n, (2, 12)).astype(np.int32)
-    guests = SavedGuests(IndexForm(8, 40, 16), n * N_CHUNK, n - 1, (101, 60), blocks, units)
-    return replace(contents, guests=guests), index
+    guests = SavedGuests(CoarseForm(4, 2), n * N_CHUNK, (101, 60), blocks, units)
+    return replace(contents, guests=guests), codes
 
 
 def as_version_2(path: Path, to: Path) -> None:
@@ -94,7 +95,7 @@ def as_version_2(path: Path, to: Path) -> None:
 
 
 def assert_holds(
-    file: SnapshotFile, contents: Contents, records: list[Record], index: list[Record] | None = None
+    file: SnapshotFile, contents: Contents, records: list[Record], codes: list[Record] | None = None
 ) -> None:
     """To the bit."""
     got = file.contents
@@ -107,7 +108,7 @@ def assert_holds(
     np.testing.assert_equal(asdict(got.scoring), asdict(contents.scoring))
     assert got.sources == contents.sources
     np.testing.assert_equal(got.guests and asdict(got.guests), contents.guests and asdict(contents.guests))
-    np.testing.assert_equal(file.index(), index or [])
+    np.testing.assert_equal(file.codes(), codes or [])
     for i, record in enumerate(records):
         np.testing.assert_array_equal(file.record(i), record, strict=True)
 
@@ -129,8 +130,8 @@ def small(snap: Path) -> Path:
 def fresh(snap: Path) -> Path:
     """The same with guests."""
     contents, records = made()
-    contents, index = with_guests(contents)
-    write(snap, contents, records, index=index)
+    contents, codes = with_guests(contents)
+    write(snap, contents, records, codes=codes)
     return snap
 
 
@@ -141,6 +142,25 @@ def sections(path: Path) -> dict[str, tuple[int, int]]:
         name: (int(offset), int(offset + size))
         for name, offset, size in zip(SECTIONS, table["offset"], table["size"], strict=True)
     }
+
+
+def resigned(data: bytearray) -> bytearray:
+    """With a header that has the digest of what it says now."""
+    data[HEADER.itemsize - DIGEST : HEADER.itemsize] = digest(bytes(data[: HEADER.itemsize - DIGEST]))
+    return data
+
+
+def with_forged_guests(path: Path, field: str, value: int) -> bytearray:
+    """The bytes of a file that says something else of its guests, with digests that fit."""
+    start, end = sections(path)["guests"]
+    data = bytearray(path.read_bytes())
+    guests = np.frombuffer(data, GUESTS, 1, start).copy()
+    guests[field] = value
+    data[start : start + GUESTS.itemsize] = guests.tobytes()
+    header = np.frombuffer(data, HEADER, 1).copy()
+    header["sections"]["digest"][0, SECTIONS.index("guests")] = np.void(digest(bytes(data[start:end])))
+    data[: HEADER.itemsize] = header.tobytes()
+    return resigned(data)
 
 
 def verified(path: Path) -> SnapshotFile:

@@ -186,6 +186,5 @@ def environ(fake: Hub, tmp_path: Path) -> dict[str, str]:
         "HF_HOME": str(tmp_path / "hf"),
         "HF_ENDPOINT": fake.url,
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "KVFLASH_COARSE": "off",
     }
     return res | {"LLAMA_ARG_THREADS": "1", "COLUMNS": "300", "NO_PROXY": "127.0.0.1"}

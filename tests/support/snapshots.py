@@ -35,6 +35,8 @@ SMALL: dict[str, Any] = {
     "prefill": "pool",
     "coarse": "off",  # also where another process goes on
 }  # 16 blocks
+FRESH: dict[str, Any] = {"policy": "fresh", "coarse": "4"}
+"""A policy that cannot do without codes."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,16 @@ class Case:
         return {
             **SMALL,
             "n_ctx": max(SMALL["n_ctx"], self.n + 4096),
-            "policy": self.policy,
+            **with_policy(self.policy),
             "type_k": self.cache,
             "type_v": self.cache,
             **({"again": 0} if self.beside else {}),  # else it would score within the token
         }
+
+
+def with_policy(policy: Any) -> dict[str, Any]:
+    """Options: a policy, and codes if it needs them."""
+    return FRESH if policy == "fresh" else {"policy": policy}
 
 
 def answer(kv: KVFlash, prompt: Any, n: int = 40, *, append: bool = True) -> list[int]:
@@ -88,7 +95,7 @@ def seen(kv: KVFlash) -> Arrays:
     entries = [row.ravel() for chunk in range(len(summaries or ())) for row in summaries.entry(chunk)]
     room = kv.pager.guests
     blocks, units = room.native.tables() if room else (np.empty(0, np.int32), np.empty((0, 0), np.int32))
-    index = room.native.saved_index(room.native.info().n) if room else []
+    codes = room.native.saved_codes(room.native.info().n) if room else []
     return {
         **{name: getattr(where, name) for name in ("state", "block", "sealed", "stored", "protected", "score")},
         "touched": ledger.touched,
@@ -102,8 +109,7 @@ def seen(kv: KVFlash) -> Arrays:
         "summaries": np.concatenate(entries) if entries else np.empty(0, np.float32),
         "guests": blocks,
         "units": units,
-        "index": np.concatenate(index) if index else np.empty(0, np.uint8),
-        "fitted": np.array(room.n_fitted if room else 0),
+        "codes": np.concatenate(codes) if codes else np.empty(0, np.uint8),
     }
 
 

@@ -61,9 +61,7 @@ bool kvf_fresh::has_out() const {
     return false;
 }
 
-size_t kvf_fresh::size(uint32_t layer, uint32_t n) const {
-    return kvf_coarse_size(layers[layer], its, n);
-}
+size_t kvf_fresh::size(uint32_t layer, uint32_t n) const { return kvf_coarse_size(layers[layer], its, n); }
 
 ggml_tensor * kvf_fresh::blend(
         ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * cur, ggml_tensor * sinks, bool by_head, int32_t il) {

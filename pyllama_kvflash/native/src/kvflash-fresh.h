@@ -38,7 +38,7 @@ struct kvf_chooser {
     virtual ggml_tensor * blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, ggml_tensor * cur,
             ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) = 0;
     // a ubatch with tokens of a sequence begins
-    virtual void begin(llama_seq_id) {}
+    virtual void     begin(llama_seq_id) {}
     virtual uint64_t n_fetched() = 0;
     // of the device, without the cache
     virtual uint64_t device_bytes() = 0;
@@ -52,8 +52,8 @@ std::unique_ptr<kvf_chooser> kvf_gpu_coarse_chooser(kvf_fresh & fresh, ggml_back
 // in which each layer holds chunks of its own choice. For the library the cells of guests are empty, but the tokens of their
 // sequence see them (show_guests). Their positions do not matter: RoPE is already in K.
 //
-// Positions outside the pool are attended to by the codes of their keys and values. A layer chooses its guests by the shares of
-// the attention that these give to units of 16 positions, summed over heads: at most n_exchange are exchanged for better
+// Positions outside the pool are attended to by the codes of their keys and values. A layer chooses its guests by the shares
+// of the attention that these give to units of 16 positions, summed over heads: at most n_exchange are exchanged for better
 // ones, whose rows are fetched from their records. Common chunks are never guests.
 struct kvf_fresh {
     static constexpr uint32_t UNIT        = 16; // positions of a guest
@@ -109,13 +109,13 @@ struct kvf_fresh {
         std::vector<uint32_t>     blocks;
 
         // of the ubatch
-        std::vector<uint32_t>                       tokens;         // its rows
-        std::vector<llama_pos>                      pos;            // and their positions
-        std::vector<std::pair<uint32_t, llama_pos>> asking;         // those whose queries choose, and their positions
-        std::vector<std::pair<llama_pos, int32_t>>  cells;          // positions that all layers hold, and where
-        std::vector<uint8_t>                        common;         // of each unit: whether they are among these
-        uint32_t                                    n_fill = 0;     // slots that have a unit in all layers, and are visible
-        uint32_t n_unit() const { return n / UNIT; }
+        std::vector<uint32_t>                       tokens;     // its rows
+        std::vector<llama_pos>                      pos;        // and their positions
+        std::vector<std::pair<uint32_t, llama_pos>> asking;     // those whose queries choose, and their positions
+        std::vector<std::pair<llama_pos, int32_t>>  cells;      // positions that all layers hold, and where
+        std::vector<uint8_t>                        common;     // of each unit: whether they are among these
+        uint32_t                                    n_fill = 0; // slots that have a unit in all layers, and are visible
+        uint32_t                                    n_unit() const { return n / UNIT; }
     };
 
     // forget positions from p on

@@ -70,7 +70,7 @@ struct kvf_gpu_chooser : kvf_chooser {
     std::vector<int32_t> ask() const;
     // and words of its tokens after them
     virtual void     add_tokens(std::vector<int32_t> & ask, uint32_t n_token) const = 0;
-    virtual uint32_t n_token_word() const                                                 = 0;
+    virtual uint32_t n_token_word() const                                           = 0;
 
     kvf_gpu_guests & guests(llama_seq_id seq, uint32_t layer) { return all_guests[layer * n_seq + seq]; }
     bool             mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }

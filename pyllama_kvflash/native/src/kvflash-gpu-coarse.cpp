@@ -82,7 +82,7 @@ void gpu_coarse::lay_out() {
 // take the memory of codes of whole contexts
 void gpu_coarse::lay_out_codes() {
     const uint32_t n_layer = layers.size();
-    const uint32_t n_tile = (fresh.its.n_ctx + kvf_codes::TILE * kvf_codes::UNIT - 1) / (kvf_codes::TILE * kvf_codes::UNIT);
+    const uint32_t n_tile  = (fresh.its.n_ctx + kvf_codes::TILE * kvf_codes::UNIT - 1) / (kvf_codes::TILE * kvf_codes::UNIT);
     const uint32_t n_segment = (fresh.its.n_ctx + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT;
 
     kvf_gpu_places in;

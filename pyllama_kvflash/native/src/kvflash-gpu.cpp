@@ -63,8 +63,8 @@ kvf_gpu_chooser::kvf_gpu_chooser(kvf_fresh & fresh, kvf_kernels & gpu, ggml_back
 // take the fixed memory. returns what all layers have in common
 kvf_gpu_layer kvf_gpu_chooser::lay_out() {
     const uint32_t n_layer = fresh.layers.size(), n_block = fresh.n_cell / fresh.n_chunk;
-    const uint32_t each    = fresh.n_chunk / kvf_fresh::UNIT;
-    uint32_t       n_head  = 0;
+    const uint32_t each   = fresh.n_chunk / kvf_fresh::UNIT;
+    uint32_t       n_head = 0;
     for (const auto & l : fresh.layers) {
         n_head = std::max(n_head, l.info.n_head);
     }
@@ -211,13 +211,12 @@ std::vector<int32_t> kvf_gpu_chooser::ask() const {
         if (!s.n_fill && s.tokens.empty()) { continue; }
 
         // fewer ask where many sequences do
-        const size_t room = std::max<size_t>(1, shape.n_asker / n_seq),
-                     n    = s.n_fill ? std::min(room, s.asking.size()) : 0;
+        const size_t room = std::max<size_t>(1, shape.n_asker / n_seq), n = s.n_fill ? std::min(room, s.asking.size()) : 0;
         for (size_t i = 0; i < n; ++i) {
-            const uint32_t row = s.asking[(i + 1) * s.asking.size() / n - 1].first;
-            int32_t * asker         = res.data() + A::LEN + A::LEN_ASKER * res[A::N_ASKER]++;
-            asker[A::SEQ]           = seq;
-            asker[A::ROW]           = row;
+            const uint32_t row   = s.asking[(i + 1) * s.asking.size() / n - 1].first;
+            int32_t *      asker = res.data() + A::LEN + A::LEN_ASKER * res[A::N_ASKER]++;
+            asker[A::SEQ]        = seq;
+            asker[A::ROW]        = row;
         }
         to[A::N_UNIT]    = s.n_unit();
         to[A::N_FILL]    = s.n_fill;

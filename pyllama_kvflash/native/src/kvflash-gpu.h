@@ -210,8 +210,9 @@ struct kvf_gpu {
     // of a node of the graph: n_tasks that says so, and what is called in place of its function
     static constexpr int32_t LAUNCHES = -256;
 
-    // dst->src: scratch, q, the ask: the layer attends to its codes. on: the backend's context. what the attention gave, this one, the ask, q, and
-    // maybe sinks: the two become one. scratch, this, the ask: the layer chooses for the next token
+    // dst->src: scratch, q, the ask: the layer attends to its codes. on: the backend's context. what the attention gave,
+    // this one, the ask, q, and maybe sinks: the two become one. scratch, this, the ask: the layer chooses for the next
+    // token
     void (*attend)(ggml_tensor * dst, void * on);
     void (*mix)(ggml_tensor * dst, void * on);
     void (*choose_late)(ggml_tensor * dst, void * on);

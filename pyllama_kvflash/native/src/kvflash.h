@@ -70,8 +70,8 @@ struct kvf_pool_params {
     uint64_t fingerprint; // of the model, written to every record
     uint32_t q_every;     // in every q_every-th pooled layer, of which layer q_every/2 is the first; 1: in all of them
     uint32_t n_exchange;  // guests that a layer exchanges in a ubatch, at most
-    // bits of the codes of each key and value, 2 or 4, by which positions outside the pool are attended to; 0: they are not, and
-    // there are no guests
+    // bits of the codes of each key and value, 2 or 4, by which positions outside the pool are attended to; 0: they are not,
+    // and there are no guests
     uint32_t coarse_k;
     uint32_t coarse_v;
     uint32_t late; // guests are chosen after the attention, for the next token; 0: before it, for this one
