@@ -28,7 +28,7 @@ from pyllama_kvflash.native.chat import TEMPLATE_SECONDS
 from pyllama_kvflash.native.sampler import MAX_BIASES
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import fresh, scorers, sizing
-from pyllama_kvflash.pool import checkpoints, guests
+from pyllama_kvflash.pool import checkpoints
 from pyllama_kvflash.serve import app, prefixes
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.protocols import answer_fields, fields, openai_request, responses_store
@@ -48,18 +48,17 @@ SERVER = (ROOT / "docs" / "SERVER.md").read_text("utf-8")
 #
 
 usual = Options()
-by_name, qk = Options(policy="fresh"), Options(policy="qk")
+coded, qk = Options(policy="fresh", coarse="4"), Options(policy="qk")
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"]
 MIB = 1 << 20
 
 FIGURES = {
     "README.md": [
         f"A **chunk** of {usual.chunk} tokens fills one block",
-        f"the prompt and the answer's first {usual.n_opening} tokens are exact",
-        f"each layer chooses units of {fresh.UNIT} tokens for each token",
+        f"each layer chooses units of {fresh.UNIT} tokens, by its attention",
         f"on a GPU up to {sizing.AUTO_FULL >> 10}K tokens; beyond, a pool of half of the free device memory",
         f"of {sizing.AUTO_CAP >> 10}K tokens at most",
-        f"**The first {usual.n_opening} tokens of an answer**: a few passes",
+        f"without codes of 4 bits the first {qk.n_opening} tokens of an answer",
     ],
     "docs/SCORERS.md": [
         f"A pool holds some of a text's chunks ({usual.chunk} tokens each)",
@@ -73,25 +72,22 @@ FIGURES = {
         f"the token is decoded again, at most {WORDS[decoder._ROUNDS]} times",
         f"a chunk keeps {WORDS[round(5 * scorers.FADES)]} fifths of its last share",
         f"**At most {scorers.MOST_LAYERS} layers.**",
-        f"exchanges at most `swaps` ({by_name.n_swaps}) guests for a token",
-        f"2 bits a value for heads of up to {fresh.SMALL_HEAD} values, and 1 bit for larger ones",
-        f"again when the text is {guests.GROWN} times as long",
-        f"With `auto` the first {usual.n_opening} tokens of an answer are",
-        f"With `--kvflash-policy fresh` {'none' if by_name.n_opening == 0 else 'some'} are",
+        f"exchanges at most `swaps` ({coded.n_swaps}) guests for a token",
+        f"With keys of 4 bits {'none' if coded.n_opening == 0 else 'some'} are",
+        f"else the first {qk.n_opening} tokens of an answer",
     ],
     "docs/ARCHITECTURE.md": [
         f"**guest**: a *unit* of {fresh.UNIT} positions",
-        f"by default {usual.n_opening}, and none if the policy `fresh` is given by name",
+        f"by default {qk.n_opening}, and {'none' if coded.n_opening == 0 else 'some'} with `fresh` and keys of 4 bits",
         f"The pool drafts {decoder._OPENING_DRAFT} tokens a round",
         f"then the logits of {meter.N_CHECKED} tokens",
     ],
     "docs/FAQ.md": [
-        f"the first {usual.n_opening} tokens of an answer are decoded against everything",
         f"up to {sizing.AUTO_FULL >> 10}K tokens a GPU decodes",
         f"A GPU's driver takes some {need.DRIVER // MIB} MiB for itself",
     ],
     "docs/SERVER.md": [
-        f"The first {usual.n_opening} tokens of an answer (`--set opening=N`",
+        f"Without codes of 4 bits the first {qk.n_opening} tokens of an answer (`--set opening=N`)",
         f"1 to {openai_request.MAX_ANSWERS} answers",
         f"of up to {openai_request.MAX_LOGPROBS} others",
         f"`max_tokens` is {openai_request.LEGACY_MAX_TOKENS} unless given",

@@ -318,7 +318,7 @@ def test_bytes_of_fewer_positions_are_their_beginning(
         assert len(whole) == form.n_bytes(Heads.of(layer), n)
         assert len(part) == form.n_bytes(Heads.of(layer), 320)
         np.testing.assert_array_equal(part, whole[: len(part)])
-    assert made.guests.info().bytes == sum(map(len, all_))
+    assert made.guests.info().bytes == (0 if ON_GPU else sum(map(len, all_)))
     got = made.run.feed(10, 1)
     made.run.ctx.seq_rm(N_READ)
     made.run.pos = N_READ

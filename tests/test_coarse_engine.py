@@ -223,7 +223,8 @@ def test_bytes_are_said(opened: Open) -> None:
     feed(kv, 1510)
     s, layers = kv.stats(), [Heads.of(layer) for layer in kv.ctx.layers()]
     assert s.coarse_tokens == 1472
-    assert s.coarse_bytes == sum(CoarseForm(4, 4).n_bytes(heads, 1472) for heads in layers)
+    codes = sum(CoarseForm(4, 4).n_bytes(heads, 1472) for heads in layers)
+    assert s.coarse_bytes > codes if ON_GPU else s.coarse_bytes == codes  # a GPU has room for all of the context
     assert s.device_kv_bytes == kv.resident_bytes >= s.kv_device_bytes + s.coarse_bytes
     whole = sum(CoarseForm(4, 4).n_bytes(heads, 8192) for heads in layers)
     assert any(

@@ -90,9 +90,8 @@ def codes_of(path: Path, n_ctx: int, n_pool: int, **changes: Any) -> int:
     form = CoarseForm.of(made["coarse"])
     assert form
     codes = sum(form.n_bytes(h, n_ctx) for h in heads)
-    return (
-        made["n_seq"] * codes + GpuChoice(heads, -(-n_ctx // 256) * 256, made["n_seq"], n_pool, made["chunk"]).n_bytes
-    )
+    n_seq: int = made["n_seq"]
+    return n_seq * codes + GpuChoice(heads, -(-n_ctx // 256) * 256, n_seq, n_pool, made["chunk"]).n_bytes
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_the_host_keeps_free_what_codes_take_alone(tiny_path: Callable[[str], Pa
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 def test_no_more_is_taken_than_is_planned(tiny_path: Callable[[str], Path], name: str, policy: str) -> None:
     """Wherever codes are here: little less once nearly the whole context has some."""
-    options = {"n_ctx": 4096, "pool": 1024, "n_threads": 1, "policy": policy, "coarse": "4"}
+    options: dict[str, Any] = {"n_ctx": 4096, "pool": 1024, "n_threads": 1, "policy": policy, "coarse": "4"}
     planned = sum(need.coarse for need in needs(tiny_path(name), Options(**options))[0])
     with KVFlash.from_file(tiny_path(name), **options) as kv:
         assert kv.stats().coarse_bytes <= planned
@@ -231,7 +230,7 @@ def test_inspect_says_what_codes_take_on_a_gpu(gpus: Callable[..., None]) -> Non
     gpus(24 << 30)
     found, text = json.loads(good(*args, "--json").stdout), " ".join(good(*args).stdout.split())
     there, need = found["coarse_bytes"], found["memory"][0]["coarse"]
-    assert host < need < there == found["devices"][0]["codes"], "of an automatic pool, which may be larger"
+    assert host < need == there < found["devices"][0]["codes"], "that is of an automatic pool, which may be larger"
     share = 100 * there / (NEEDLE_TOKEN_BYTES << 15)
     assert f" 4 bits of keys and 2 of values, {there / MIB:.1f} MiB for the context ({share:.1f} % of its f16" in text
     assert f" + {need / MIB:.1f} MiB codes + " in text

@@ -210,7 +210,6 @@ def test_a_trace_says_what_layers_chose(long_file: Path, tmp_path: Path) -> None
     n = done[-1]
     at = sorted({line["pos"] for line in seen})
     assert at[-4:] == [n + 1, n + 17, n + 33, n + 39]
-    assert set(at[:-4]) <= set(done), "a GPU has several batches of a prompt under way"
     assert at[-5] == n
     assert all(line["n_layer"] == 6 and len(line["layers"]) == -(-line["pos"] // 64) for line in seen)
     assert seen[-1]["layers"][0] == seen[-1]["layers"][-1] == 6

@@ -201,8 +201,9 @@ def test_it_is_said(tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("A secret code. " * 300)
     args = ("run", "-f", str(prompt), "--kvflash", "512", "-c", "2K", "-n", "4", "--temp", "0")
-    assert "the first 32 tokens of an answer are lossless" in good(*args).stderr
-    assert "of an answer are lossless" not in good(*args, "--kvflash-policy", "fresh").stderr
+    for few in (("--kvflash-policy", "qk"), ("--kvflash-coarse", "2")):
+        assert "the first 32 tokens of an answer are lossless" in good(*args, *few).stderr
+    assert "of an answer are lossless" not in good(*args).stderr, "keys of 4 bits"
     assert "the first 5 tokens" in good(*args, "--set", "opening=5").stderr
     assert "of an answer are lossless" not in good(*args, "--set", "opening=0").stderr
 

@@ -219,7 +219,7 @@ def test_scoring_by_default(options: type["Options"]) -> None:
 
 @pytest.mark.native
 @pytest.mark.parametrize(
-    ("policy", "n_swaps", "n_opening"), [("qk", 4, 32), ("lru", 4, 32), ("fresh", 32, 0), ("auto", 32, 32)]
+    ("policy", "n_swaps", "n_opening"), [("qk", 4, 32), ("lru", 4, 32), ("fresh", 32, 32), ("auto", 32, 32)]
 )
 def test_a_policy_decides_what_is_left_out(options: type["Options"], policy: str, n_swaps: int, n_opening: int) -> None:
     """How much is exchanged, and how an answer opens; what is asked for stays."""
@@ -228,6 +228,8 @@ def test_a_policy_decides_what_is_left_out(options: type["Options"], policy: str
     made = options(policy=policy, swaps=3, opening=5)
     assert (made.n_swaps, made.n_opening) == (3, 5)
     assert options(policy=policy, opening=0).n_opening == 0
+    for coarse, n in (("4", 0), ("4,2", 0), ("2", 32)):
+        assert options(policy=policy, coarse=coarse).n_opening == (n if policy == "fresh" else 32)
 
 
 @pytest.mark.native

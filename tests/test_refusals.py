@@ -400,7 +400,7 @@ def test_no_layer_of_a_gpu_chooses_from_what_is_on_disk(
 def test_the_default_where_each_layer_chooses(opened: Callable[..., KVFlash], name: str) -> None:
     """On the CPU, whatever the attention; the least pool is that of other policies."""
     kv, other = (opened(name, n_ctx=4096, pool=1, n_batch=16, chunk=16, **more) for more in ({}, {"policy": "lru"}))
-    assert (kv.policy, kv.options.policy, kv.options.n_opening) == ("fresh", "fresh", 32)
+    assert (kv.policy, kv.options.policy, kv.options.coarse, kv.options.n_opening) == ("fresh", "fresh", "4", 0)
     assert kv.n_pool == other.n_pool == 256
     assert not [note for note in kv.notes if "policy" in note]
 

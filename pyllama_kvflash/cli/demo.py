@@ -60,8 +60,8 @@ def demo(
 ) -> None:
     """Run the demonstration."""
     reporter = Reporter()
-    # a code would be found in the opening, and by codes of all positions, whatever the pool holds
-    options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads, "opening": 0, "coarse": "off"}
+    options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads, "opening": 0}
+    alone = {"policy": "lru", "coarse": "off"}  # with codes, or in the opening, all is found, whatever the pool holds
     reads("the bundled model", BUNDLED_MODEL)
     with native.interruptible():
         with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:
@@ -76,7 +76,7 @@ def demo(
         if not as_json:
             _print(prompt, at, [recalled])
             reporter.note("for comparison, the same with lru and with the full cache; Ctrl-C ends it")
-        with KVFlash.from_file(BUNDLED_MODEL, pool=pool, policy="lru", **options) as kv:
+        with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **alone, **options) as kv:
             recent = _run(kv, prompt, reporter)
         with KVFlash.from_file(BUNDLED_MODEL, pool="off", **options) as kv:
             full = _run(kv, prompt, reporter)

@@ -110,7 +110,7 @@ def _look(model: Model, options: Options) -> Findings:
         exact_compute_bytes=compute,
         needs=taken,
         coarse=coded.coarse,
-        coarse_bytes=sum(coarse_bytes(seen.geometry, coded).values()),
+        coarse_bytes=sum(coarse_bytes(seen.geometry, coded, size.n_pool).values()),
         n_pool=size.n_pool,
     )
 

@@ -223,12 +223,13 @@ POOL = options(
                  " go there only once no memory is left. They are in unnamed files, which vanish with the process. With a GPU"
                  " policy auto is qk then."),
     click.option("--kvflash-coarse", "coarse", metavar="4|4,2|2|off|auto", type=click.Choice(CHOICES), default="auto",
-                 show_default="auto: on the CPU the most bits that fit, elsewhere off", envvar="KVFLASH_COARSE",
+                 show_default="auto: the most bits that fit, on the CPU and with CUDA", envvar="KVFLASH_COARSE",
                  help="Bits of a value in the codes of all positions, of keys and values or of keys, values: every token attends to"
                  " what is outside the pool by them, and to the pool exactly. 4 takes 26 % of an f16 cache, 4,2 20 % and 2 13 %"
-                 " (heads of 128). off: nothing outside the pool is seen, and memory on the device is the pool's alone."),
+                 " (heads of 128). off: nothing outside the pool is seen, policy auto is qk, and memory on the device is"
+                 " the pool's alone."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="auto",
-                 show_default="auto: fresh on the CPU and with CUDA, else qk",
+                 show_default="auto: fresh where there are codes, else qk",
                  envvar="KVFLASH_POLICY",
                  help="Policy that decides which chunks stay and come back. fresh: for every token, each layer chooses its own, in"
                  " units of 16 tokens. qk: the same chunks for all layers, by the model's own attention. drafter: by a small"

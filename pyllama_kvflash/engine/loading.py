@@ -297,7 +297,7 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
 
 def with_policy(options: Options, seen: Probe) -> Options:
     """Return the options with `coarse` and policy "auto" resolved: the closest codes that there is memory for; "fresh" with codes,
-    else "qk". Both have an opening: RULER has not shown yet that fresh can do without.
+    else "qk".
     """
     if options.coarse == "auto":
         possible = seen.uncoded is None and bool(seen.geometry.rows) and options.pool != "off"
@@ -309,7 +309,7 @@ def with_policy(options: Options, seen: Probe) -> Options:
         return options
     if options.coarse == "off":
         return replace(options, policy="qk")
-    return replace(options, policy="fresh", opening=options.n_opening)
+    return replace(options, policy="fresh")
 
 
 def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ UNIT = int(lib.KVF_UNIT)
 class CodesInfo:
     """The codes and the guests of a sequence.
 
-    bytes: of codes, in all layers.
+    bytes: of codes, in host memory.
     device_bytes: on GPUs, of all sequences: their codes, and what choosing takes.
     n: positions that have codes.
     n_block: blocks of guests.

@@ -18,7 +18,7 @@ class Holding:
     compute: compute buffers.
     token_compute: growth of the compute buffers with each token of KV, for its attention mask.
     drafter: everything that the drafter takes.
-    index: what layers choose by there (policy "fresh" on a GPU).
+    codes: of all positions, with what attending to them takes.
     gpu: False for the host.
     """
 

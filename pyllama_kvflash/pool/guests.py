@@ -123,4 +123,4 @@ class GuestRoom:
 def coarse_bytes(rooms: Sequence[GuestRoom]) -> int:
     """Return the bytes of the codes of all sequences of a pool; on a GPU with what attending to them takes."""
     infos = [room.native.info() for room in rooms]
-    return max(sum(info.bytes for info in infos if info.n), max((info.device_bytes for info in infos), default=0))
+    return sum(info.bytes for info in infos if info.n) + max((info.device_bytes for info in infos), default=0)

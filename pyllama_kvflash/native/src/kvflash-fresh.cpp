@@ -266,7 +266,7 @@ int kvf_codes_info(llama_context * ctx, llama_seq_id seq, struct kvf_codes_info 
         kvf_check(info, "room for the result is needed");
         *info = {};
         for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
-            info->bytes += fresh.size(i, s.n);
+            if (fresh.layers[i].chooser->device_bytes() == 0) { info->bytes += fresh.size(i, s.n); }
         }
         info->n       = s.n;
         info->n_block = s.blocks.size();

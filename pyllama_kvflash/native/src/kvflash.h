@@ -298,7 +298,7 @@ LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, c
 #define KVF_UNIT 16
 
 struct kvf_codes_info {
-    uint64_t bytes;        // of the sequence's codes, in all layers
+    uint64_t bytes;        // of the sequence's codes, in host memory
     uint64_t device_bytes; // of all sequences' codes and what choosing takes, on GPUs
     uint32_t n;            // positions that have codes
     uint32_t n_block;      // of guests
