@@ -76,7 +76,7 @@ def test_what_cannot_run_is_left_out(args: tuple[str, ...], want: list[str]) -> 
 def test_what_is_asked_for_is_refused(args: tuple[str, ...]) -> None:
     res = invoke(*args, "--variants", "fresh", "-o", "out")
     assert res.exit_code == 1
-    assert res.stderr.splitlines()[-1].endswith(spelled(f" can be made: {WHY}", bench.commands[args[0]]))
+    assert res.stderr.splitlines()[-1].endswith(spelled(f" run with policy fresh: {WHY}", bench.commands[args[0]]))
     assert "left out" not in res.stderr
 
 

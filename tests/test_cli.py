@@ -179,7 +179,7 @@ def test_closing_line_of_a_pool(long_file: Path) -> None:
     last = good("run", "-f", str(long_file), *POOLED, "-n", "4").stderr.splitlines()[-1]
     assert re.fullmatch(
         r"kvflash: \w+: prefill 1,\d+ tok at [\d,]+ tok/s · decode 4 tok at [\d.,]+ tok/s"
-        r" · (KV [\d.]+ MiB = 2\.2 MiB of pool \+ [\d.]+ MiB of records \+ [\d.]+ MiB of index \+ 4\.0 MiB to read prompts,"
+        r" · (KV [\d.]+ MiB = 2\.2 MiB of pool \+ [\d.]+ MiB of records \+ [\d.]+ MiB of codes \+ 4\.0 MiB to read prompts,"
         r" full cache 12\.0 MiB|device KV .* \(\d+\.\d %\) · host [\d.]+ MiB)"
         r" · pages \d+ out, \d+ in · memory (up to [\d.]+ \w+ of the GPU, )?[\d.]+ MiB of RAM at its peak",
         last,

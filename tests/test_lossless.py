@@ -166,7 +166,7 @@ def test_it_computes_what_llama_cpp_does_of_the_same_batches(
     opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, name: str, panes: int
 ) -> None:
     """Bit for bit, for each token of a draft, whether it stands or not, and after some were taken back."""
-    kv, full = opened(name, panes=panes), opened(name, **FULL, spec=Spec(kind="ngram", n_max=LOOKAHEAD))
+    kv, full = opened(name, panes=panes, policy="qk"), opened(name, **FULL, spec=Spec(kind="ngram", n_max=LOOKAHEAD))
     info = kv.sequence.reads_exactly.ctx.pane_info()
     assert info.n_pane == (1 if panes else len(kv.ctx.layers())), "on a CPU nothing need be streamed"
     batches = Batches(monkeypatch)

@@ -182,17 +182,21 @@ def test_figures_say_what_it_costs(page: Page, document: NeedlePrompt) -> None:
 def test_layers_choose_for_themselves(
     driver: Chrome, document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, *, on_device: bool
 ) -> None:
-    """The index is said to be where it is: of the host's memory, or as on a GPU, of the device's."""
+    """Codes are of the device's memory; a GPU takes that of the whole context at once."""
     info = Guests.info
-    monkeypatch.setattr(Guests, "info", lambda its: replace(info(its), device_bytes=on_device << 23))
+    monkeypatch.setattr(
+        Guests,
+        "info",
+        lambda its: replace(info(its), device_bytes=on_device << 23, bytes=0 if on_device else info(its).bytes),
+    )
     with Running(policy="fresh") as running:
         page = Page(driver, running.url)
         page.open()
         read(page, document)
         figures = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
         assert "Choices" in figures
-        assert (", 8.0 MiB of it for the index; " in figures["KV on the device"]) == on_device
-        assert (", index " in figures["Host records"]) != on_device
+        assert " MiB of it codes of everything; " in figures["KV on the device"]
+        assert (", 8.0 MiB of it codes" in figures["KV on the device"]) == on_device
         assert "Last choice" not in figures, "there is none between two tokens"
         found = sequence(running, 2300)
         layers = found["layers"]

@@ -19,7 +19,6 @@ MOVED = {
     "--kvflash-auto-cap": "--set auto_cap=N",
     "--kvflash-chunk": "--set chunk=N",
     "--kvflash-swaps": "--set swaps=N",
-    "--kvflash-index": "--set index=BITS",
     "--pin-prefix": "--set pins=0:N",
     "--pin-spans": "--set pins=A:B,C:D",
     "--scorer-model": "--set scorer_model=FILE",

@@ -20,6 +20,7 @@ class CodesInfo:
     bytes: of codes, in host memory.
     device_bytes: on GPUs, of all sequences: their codes, and what choosing takes.
     n: positions that have codes.
+    n_known: positions that had codes when the last segment of 4,096 began: its means are made of them.
     n_block: blocks of guests.
     n_slot: guests of a layer.
     """
@@ -27,6 +28,7 @@ class CodesInfo:
     bytes: int
     device_bytes: int
     n: int
+    n_known: int
     n_block: int
     n_slot: int
 

@@ -25,11 +25,6 @@ class Geometry:
     devices: tuple[int, ...] = ()
     heads: tuple[Heads, ...] = ()
 
-    @property
-    def head(self) -> int:
-        """Values of a key, in the layer that has the fewest."""
-        return min((h.n_embd for h in self.heads), default=0)
-
     def token_bytes(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> int:
         """Return the bytes of one token. row_bytes(type, elements) is ggml's."""
         return sum(self.by_device(row_bytes, type_k, type_v).values())

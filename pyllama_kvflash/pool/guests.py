@@ -86,14 +86,15 @@ class GuestRoom:
             raise HostMemoryError(msg) from None
         self.native.cover(have, records)
 
-    def restore(self, n: int, codes: Sequence[Record]) -> None:
+    def restore(self, n: int, n_known: int, codes: Sequence[Record]) -> None:
         """Put back the codes of the first n chunks, which have their records. codes: from saved_codes(), of as many or more.
 
-        Raises what filling a lent record raises.
+        n_known: chunks that had codes when the last segment began. Raises what filling a lent record raises.
         """
         records = [self._record(c) for c in range(n)]
         self.native.restore_codes(n * self._ledger.chunk, codes)
-        self.native.cover(0, records)
+        self.native.cover(0, records[:n_known])
+        self.native.cover(n_known, records[n_known:])
 
     def put_back(self, blocks: npt.NDArray[np.int32], units: npt.NDArray[np.int32]) -> None:
         """Have guests in these free blocks (n_block,), with these units in the slots of each layer (n_layer, n_slot)."""

@@ -16,7 +16,7 @@ GUESTS = np.dtype(
         ("zero", "<u4"),  # not 0: of an index by which layers chose before there were codes
         ("form", "<u4", 2),  # bits of the codes of keys and of values
         ("n_tokens", "<u4"),  # positions that have codes
-        ("reserved", "<u4"),
+        ("n_known", "<u4"),  # positions that had codes when the last segment began
         ("n_layer", "<u4"),
         ("n_block", "<u4"),  # of guests
         ("n_slot", "<u4"),  # guests of a layer
@@ -29,6 +29,7 @@ class SavedGuests:
     """The guests of a sequence, and what its codes are.
 
     n_tokens: positions that have codes, the first ones, in whole chunks.
+    n_known: of these, those that had codes when the last segment of 4,096 began.
     sizes: bytes of the codes of each layer.
     blocks: of guests, (n_block,) int32.
     units: in each slot of each layer, (n_layer, n_slot) int32; -1: none.
@@ -36,6 +37,7 @@ class SavedGuests:
 
     form: CoarseForm
     n_tokens: int
+    n_known: int
     sizes: tuple[int, ...]
     blocks: npt.NDArray[np.int32]
     units: npt.NDArray[np.int32]
@@ -49,15 +51,17 @@ class SavedGuests:
         room, ledger = pager.guests, pager.ledger
         if room is None or not (room.native.info().n or ledger.n_guests):
             return None, []
-        n = min(room.native.info().n, n_tokens // ledger.chunk * ledger.chunk)
+        info = room.native.info()
+        n = min(info.n, n_tokens // ledger.chunk * ledger.chunk)
         codes = room.native.saved_codes(n)
-        res = cls(room.form, n, tuple(map(len, codes)), *room.native.tables())
+        res = cls(room.form, n, min(n, info.n_known), tuple(map(len, codes)), *room.native.tables())
         return (res if n_tokens == ledger.n_tokens else res.first(n)), codes
 
     def first(self, n_tokens: int) -> Self:
         """Return what is of the first n_tokens positions at most, which are whole chunks, without guests."""
         none = np.empty((len(self.units), 0), np.int32)
-        return replace(self, n_tokens=min(n_tokens, self.n_tokens), blocks=none.ravel(), units=none)
+        n = min(n_tokens, self.n_tokens)
+        return replace(self, n_tokens=n, n_known=min(n, self.n_known), blocks=none.ravel(), units=none)
 
     def fits(self, room: GuestRoom) -> bool:
         """Return whether the saved codes are such as are kept here."""
@@ -67,7 +71,7 @@ class SavedGuests:
         """Return the section of a file that holds this."""
         head = np.zeros((), GUESTS)
         head["form"] = self.form.k, self.form.v
-        head["n_tokens"], head["n_layer"] = self.n_tokens, len(self.sizes)
+        head["n_tokens"], head["n_known"], head["n_layer"] = self.n_tokens, self.n_known, len(self.sizes)
         head["n_block"], head["n_slot"] = len(self.blocks), self.units.shape[1]
         parts = np.array(self.sizes, "<u8"), self.blocks.astype("<i4"), self.units.astype("<i4")
         return head.tobytes() + b"".join(part.tobytes() for part in parts)
@@ -86,6 +90,7 @@ class SavedGuests:
         return cls(
             form=CoarseForm(*head["form"].tolist()),
             n_tokens=int(head["n_tokens"]),
+            n_known=int(head["n_known"]),
             sizes=tuple(sizes.tolist()),
             blocks=rest[:n_block],
             units=rest[n_block:].reshape(n_layer, int(head["n_slot"])),

@@ -106,7 +106,8 @@ class SavedPool:
             pager.records.read_ahead()  # guests are fetched from any of them
         guests = self.guests if codes else None
         if pager.guests and guests and codes:
-            pager.guests.restore(guests.n_tokens // ledger.chunk, codes())
+            n, n_known = guests.n_tokens // ledger.chunk, guests.n_known // ledger.chunk
+            pager.guests.restore(n, n_known, codes())
         else:
             same = same and not self._shares_pool(pager)
         if same:

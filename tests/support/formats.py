@@ -76,7 +76,7 @@ def with_guests(contents: Contents, seed: int = 0) -> tuple[Contents, list[Recor
     rng, n = np.random.default_rng(seed), len(contents.tokens) // N_CHUNK
     codes = [rng.integers(0, 256, size, np.uint8) for size in (101, 60)]
     blocks, units = rng.permutation(8)[:3].astype(np.int32), rng.integers(-1, n, (2, 12)).astype(np.int32)
-    guests = SavedGuests(CoarseForm(4, 2), n * N_CHUNK, (101, 60), blocks, units)
+    guests = SavedGuests(CoarseForm(4, 2), n * N_CHUNK, N_CHUNK, (101, 60), blocks, units)
     return replace(contents, guests=guests), codes
 
 

@@ -27,7 +27,6 @@ class Writer:
         self._file = gguf.GGUFWriter(path, arch)
         self._arch = arch
         self._rng = np.random.default_rng(zlib.crc32(arch.encode()))
-        self.zero: tuple[str, ...] = ()  # names of tensors that are 0
 
     def keys(self, **values: bool | float | str | Sequence[int]) -> None:
         """Metadata of the architecture; `__` in a name stands for a dot."""
@@ -72,7 +71,7 @@ class Writer:
 
     def tensor(self, name: str, value: npt.NDArray[Any]) -> None:
         """A tensor as it is."""
-        self._file.add_tensor(name, np.zeros_like(value) if name in self.zero else value)
+        self._file.add_tensor(name, value)
 
     def random(self, name: str, *shape: int, scale: float | None = None) -> None:
         """A normal tensor, F16 if it is a matrix but no bias; scale None: rows keep the size of what they multiply."""
@@ -149,9 +148,8 @@ def qwen3(
     n_head: int = 4,
     n_head_kv: int = 2,
     n_head_dim: int = 64,
-    q_norm: float = 2.0,
 ) -> None:
-    """Dense: llama_kv_cache. The benchmarks ask for larger ones. q_norm: how large queries are, and so logits."""
+    """Dense: llama_kv_cache. The benchmarks ask for larger ones."""
     w.geometry(
         n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv, n_head_dim=n_head_dim, rope=1e6
     )
@@ -159,23 +157,9 @@ def qwen3(
     for i in range(n_layer):
         blk = f"blk.{i}."
         w.norm(blk + "attn_norm.weight", n_embd)
-        w.attention(blk, n_embd, n_head, n_head_kv, n_head_dim, q_norm=q_norm)
+        w.attention(blk, n_embd, n_head, n_head_kv, n_head_dim, q_norm=2.0)
         w.norm(blk + "ffn_norm.weight", n_embd)
         w.ffn(blk, n_embd, n_ff)
-
-
-def idle(w: Writer, n_idle: int) -> None:
-    """Of qwen3's architecture: three layers, of which the first n_idle give what they are given."""
-    w.zero = tuple(f"blk.{i}.{name}.weight" for i in range(n_idle) for name in ("attn_output", "ffn_down"))
-    qwen3(w)
-
-
-def steady(w: Writer) -> None:
-    """Of qwen3's architecture: what a layer gives depends on the token alone, and rotations are hardly any."""
-    n_layer = 4
-    w.keys(rope__scaling__type="linear", rope__scaling__factor=1e6)
-    w.zero = tuple(f"blk.{i}.attn_output.weight" for i in range(n_layer))
-    qwen3(w, n_layer=n_layer)
 
 
 def qwen35(w: Writer, n_mtp: int = 0) -> None:

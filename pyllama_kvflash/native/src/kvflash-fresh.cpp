@@ -2,6 +2,7 @@
 
 #include "kvflash-fresh.h"
 #include "kvflash-args.h"
+#include "kvflash-codes.h"
 
 #include "llama-context.h"
 #include "llama-hparams.h"
@@ -79,6 +80,10 @@ void kvf_fresh::truncate(llama_seq_id seq, uint32_t p) {
     if (p >= s.n) { return; }
 
     s.n = p / n_chunk * n_chunk;
+    // a segment whose means tell of what is gone is coded anew: going back is as never having gone on
+    const auto of = [](uint32_t n) { return (n + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT; };
+    if (of(s.n) > 0 && s.known[of(s.n) - 1] > s.n) { s.n = (of(s.n) - 1) * kvf_codes::SEGMENT; }
+    s.known.resize(of(s.n));
     s.records.resize(s.n / n_chunk);
     for (uint32_t i = 0; i < layers.size() && !s.blocks.empty(); ++i) {
         auto table = layers[i].chooser->table(seq, i);
@@ -101,6 +106,9 @@ void kvf_fresh::cover(llama_seq_id seq, const void * const * records, uint32_t n
         s.records.push_back((const char *) records[i]);
     }
     s.n += n * n_chunk;
+    while (s.known.size() * kvf_codes::SEGMENT < s.n) {
+        s.known.push_back(std::min<uint32_t>(s.n, (s.known.size() + 1) * kvf_codes::SEGMENT));
+    }
     for (const auto & chooser : choosers) {
         chooser->cover(seq);
     }
@@ -269,6 +277,7 @@ int kvf_codes_info(llama_context * ctx, llama_seq_id seq, struct kvf_codes_info 
             if (fresh.layers[i].chooser->device_bytes() == 0) { info->bytes += fresh.size(i, s.n); }
         }
         info->n       = s.n;
+        info->n_known = s.known.empty() ? 0 : s.known.back();
         info->n_block = s.blocks.size();
         info->n_slot  = fresh.n_slot(s);
         for (const auto & chooser : fresh.choosers) {

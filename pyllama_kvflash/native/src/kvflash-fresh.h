@@ -105,6 +105,7 @@ struct kvf_fresh {
 
     struct sequence {
         uint32_t                  n = 0;   // positions that have codes
+        std::vector<uint32_t>     known;   // how many had when each segment began: its means are made of these
         std::vector<const char *> records; // of its chunks
         std::vector<uint32_t>     blocks;
 

@@ -431,8 +431,6 @@ bool kvf_stopped();
 void kvf_rows_to_float(const kvf_layer & layer, uint32_t n, const void * rows, float * dst);
 // the same of its values [n][n_embd_v]. v_trans: positions are the rows
 void kvf_values_to_float(const kvf_layer & layer, uint32_t n, bool v_trans, const void * rows, float * dst);
-// and one head of one row of keys [n_embd_head_k]
-void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * row, float * dst);
 // and of n cells of a cache, [n][n_embd_head_k]. rows: of all cells
 void kvf_heads_to_float(
         const kvf_layer & layer, uint32_t head, const void * rows, const int32_t * cells, uint32_t n, float * dst);

@@ -197,7 +197,8 @@ void kvf_values_to_float(const kvf_layer & layer, uint32_t n, bool v_trans, cons
     }
 }
 
-void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * row, float * dst) {
+// one head of one row of keys [n_embd_head_k]
+static void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * row, float * dst) {
     const auto     type = (ggml_type) layer.type_k;
     const uint32_t d    = layer.n_embd_head_k;
     if (type == GGML_TYPE_F16) {

@@ -301,6 +301,7 @@ struct kvf_codes_info {
     uint64_t bytes;        // of the sequence's codes, in host memory
     uint64_t device_bytes; // of all sequences' codes and what choosing takes, on GPUs
     uint32_t n;            // positions that have codes
+    uint32_t n_known;      // that had codes when the last segment of 4,096 began, whose means are made of them
     uint32_t n_block;      // of guests
     uint32_t n_slot;       // guests of a layer
 };
