@@ -423,7 +423,7 @@ def test_what_cannot_be_asked_for() -> None:
 
 
 def test_how_far_it_looks() -> None:
-    for none in (Options(policy="fresh"), Options(opening=0)):
+    for none in (Options(policy="fresh", coarse="4"), Options(opening=0)):
         assert none.n_lookahead(recurrent=False) == 0
     for some in (Options(), Options(policy="qk"), Options(policy="fresh", opening=32)):
         assert some.n_lookahead(recurrent=False) == LOOKAHEAD

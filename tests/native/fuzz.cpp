@@ -35,6 +35,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 using record = std::vector<uint8_t>;
@@ -127,6 +128,7 @@ struct fuzz {
 
     llama_seq_id         own     = 0; // the episode's sequence in the pool
     int32_t              n_coded = 0; // chunks with codes
+    int32_t              n_known = 0; // that had some when the text's only segment began
     std::vector<int32_t> guests;      // blocks
 
     // chunks whose codes were made, in this order, from these records: the first ones tell what others are like
@@ -510,6 +512,11 @@ struct fuzz {
         tokens.resize(pos);
         host.erase(host.lower_bound(pos / n_chunk), host.end());
         pins.erase(pins.lower_bound((pos + n_chunk - 1) / n_chunk), pins.end());
+        if (n_coded < n_known) { // means tell of what is gone
+            const int32_t n = std::exchange(n_coded, 0);
+            n_known         = 0;
+            cover(n);
+        }
     }
 
     // what no chunk holds, put back after more tokens: the same tokens give the same again. what is no such state is
@@ -995,7 +1002,10 @@ struct fuzz {
     // the first n chunks have codes
     void cover(int32_t n) {
         if (n <= n_coded) { return; }
-        if (n_coded == 0) { puts.clear(); }
+        if (n_coded == 0) {
+            puts.clear();
+            n_known = n;
+        }
 
         std::vector<const void *> records;
         puts.push_back({n_coded, {}});
@@ -1152,6 +1162,7 @@ struct fuzz {
         }
         const auto records = coded();
         if (n_coded > 0) { expect_ok("codes_cover", kvf_codes_cover(pool, own, 0, records.data(), n_coded)); }
+        n_known = n_coded;
         expect_ok("set_guests", kvf_set_guests(pool, own, guests.size(), guests.data()));
         place(units);
 
