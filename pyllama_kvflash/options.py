@@ -26,7 +26,7 @@ _SPLIT_LAYERS = {
 }
 """Split modes of llama.cpp that are refused, and why."""
 _NOT_QUANTISED = ("f32", "f16", "bf16")  # cache types of V that llama.cpp takes without flash attention
-_CLOSE = ("4", "4,2")  # codes with which an answer needs no opening
+_CLOSE = ("4",)  # codes with which an answer needs no opening
 _CHOOSING = ("auto", "fresh")  # policies by which each layer chooses; loading turns "auto" into what the model can do
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
@@ -108,9 +108,7 @@ class Options:
 
     # how prompts are read that the pool cannot hold
     prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
-    opening: int = (
-        -1
-    )  # tokens of an answer that are decoded losslessly at first; -1: 32, or 0 with fresh and keys of 4 bits (`coarse`)
+    opening: int = -1  # tokens of an answer that are decoded losslessly at first; -1: 32, or 0 with fresh and codes of 4 bits (`coarse` 4)
     mode: str = (
         "fast"  # "fast": an answer's tokens see the pool; "lossless": it drafts them, and all before them checks them
     )
@@ -254,7 +252,7 @@ class Options:
         for start, end in self.pins:
             check_span(start, end, MAX_TOKENS)
         check_choice(self.prefill, PREFILL, "prefill")
-        check_range(self.opening, -1, MAX_TOKENS, "opening", "-1 takes 32, or 0 with fresh and keys of 4 bits")
+        check_range(self.opening, -1, MAX_TOKENS, "opening", "-1 takes 32, or 0 with fresh and codes of 4 bits")
         check_range(self.meter, 0, 1, "meter", "0.05 is usual, 0 compares nothing")
         check_range(self.min_agreement, 0, 1, "min_agreement", "0.9, say; 0 sets no bound")
         check_choice(self.mode, MODES, "mode")
@@ -298,7 +296,7 @@ class Options:
 
     @property
     def n_opening(self) -> int:
-        """Tokens at the beginning of an answer that are decoded losslessly: `opening`, or 32. With "fresh" and keys of 4 bits none:
+        """Tokens at the beginning of an answer that are decoded losslessly: `opening`, or 32. With "fresh" and codes of 4 bits none:
         RULER has the full cache's points without (docs/results/coarse.md).
         """
         usual = 0 if self.policy == "fresh" and self.coarse in _CLOSE else 32

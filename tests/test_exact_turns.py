@@ -156,8 +156,11 @@ def test_the_prefix_cache_keeps_the_ways_apart(opened: Open, tmp_path: Path) -> 
 @pytest.mark.usefixtures("wordless")
 @pytest.mark.parametrize(("name", "where", "panes"), crossed(MODELS, ["here", "elsewhere"], [1, 99]))
 def test_a_warm_turn_is_the_cold_one(opened: Open, snap: Path, name: str, where: str, panes: int) -> None:
-    """The rest of the prompt is read exactly: logits, rows and answer are those of a prompt that was read at once."""
-    cold, warm = opened(name, panes=panes), opened(name, panes=panes)
+    """The rest of the prompt is read exactly: logits, rows and answer are those of a prompt that was read at once. Without codes:
+    their means are of what was there when they were made, so a warm turn's are others.
+    """
+    how: dict[str, Any] = {"panes": panes, "policy": "qk"}
+    cold, warm = opened(name, **how), opened(name, **how)
     n, end = 12 * N_UBATCH, 17 * N_UBATCH + 9
     read(warm, n)
     warm.save(snap)
@@ -166,7 +169,7 @@ def test_a_warm_turn_is_the_cold_one(opened: Open, snap: Path, name: str, where:
         answer(warm, TOKENS[-50:])
     else:
         warm.close()
-        warm = opened(name, panes=panes)
+        warm = opened(name, **how)
     assert warm.restore(snap) == n
     before = n_streamed(warm)
     for kv in (cold, warm):

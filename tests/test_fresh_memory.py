@@ -251,7 +251,7 @@ TAKEN = 3 * MIB + 4096
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the library say that a GPU has the codes."""
     info = guests.Guests.info
-    monkeypatch.setattr(guests.Guests, "info", lambda self: replace(info(self), device_bytes=TAKEN))
+    monkeypatch.setattr(guests.Guests, "info", lambda self: replace(info(self), device_bytes=TAKEN, bytes=0))
 
 
 @pytest.mark.usefixtures("on_device")

@@ -194,7 +194,7 @@ def test_help_teaches_what_fresh_takes(command: str) -> None:
     text = " ".join(good(command, "--help").stdout.split())
     assert "fresh: for every token, each layer chooses its own, in units of 16 tokens" in text
     fields = " ".join(good(command, "--set", "help").stdout.split())
-    assert "-1: 32, or 0 with policy fresh" in fields
+    assert "-1: 32, or 0 with fresh and codes of 4 bits" in fields
     assert "with fresh, guests that a layer exchanges, 0: 32" in fields
 
 

@@ -203,10 +203,12 @@ def test_nothing_is_twice_there(made: Coarse) -> None:
 
 def test_fewer_out_than_slots(make: Make, tiny_model: Callable[[str], Model]) -> None:
     """Slots that nothing can fill are not seen. All that is out is there then, and so the logits are the full cache's."""
-    run, guests, _ = make(tiny_model("qwen3"))
+    run, guests, records = make(tiny_model("qwen3"))
     with run:
         run.pos = 10 * 64 + 32
         run.ctx.seq_rm(run.pos)
+        guests.put(range(len(guests.layers)), 0, records[:10])
+        guests.cover(0, records[:10])
         guests.resize(10)
         logits = run.feed(1, 1)
         units = guests.tables()[1]
@@ -224,13 +226,17 @@ def test_fewer_out_than_slots(make: Make, tiny_model: Callable[[str], Model]) ->
 
 
 def test_rollback_takes_guests_out(made: Coarse) -> None:
-    run, guests, _ = made
+    """With the codes, whose means tell of what is taken back."""
+    run, guests, records = made
     run.feed(3, 1)
     run.ctx.seq_rm(5 * 64 + 7)
-    units = guests.tables()[1]
-    assert guests.info().n == 5 * 64
-    assert units.max() < 5 * 4
-    assert (units == -1).any()
+    assert (guests.info().n, guests.info().n_known) == (0, 0)
+    assert (guests.tables()[1] == -1).all()
+    for first, n in ((0, 3), (3, 5)):
+        guests.put(range(len(guests.layers)), first, records[first:n])
+        guests.cover(first, records[first:n])
+    run.ctx.seq_rm(4 * 64 + 7)
+    assert (guests.info().n, guests.info().n_known) == (4 * 64, 3 * 64), "means tell of three chunks, which are there"
 
 
 def test_clear_frees_all(made: Coarse) -> None:

@@ -118,7 +118,7 @@ def test_the_layout_is_that_of_version_3(fresh: Path) -> None:
     assert sources == b""
     assert struct.unpack("<IIQIIQ", stops) == (16, 0, 10, 70, 0, 13)
     assert states == b"".join(blob for _, blob in contents.states)
-    assert struct.unpack_from("<8IQQ", guests) == (0, 4, 2, 64, 0, 2, 3, 12, 101, 60)
+    assert struct.unpack_from("<8IQQ", guests) == (0, 4, 2, 64, 16, 2, 3, 12, 101, 60)
     assert struct.unpack_from("<27i", guests, 48) == (*saved.blocks, *saved.units.ravel())
     assert len(guests) == 48 + 4 * 27
     assert codes == b"".join(part.tobytes() for part in of_layers)
