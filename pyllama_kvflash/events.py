@@ -43,9 +43,7 @@ class Stats:
     agreed: int = 0  # of these, tokens at which the pool and the full cache find the same one most likely
     kld_sum: float = 0.0  # Kullback-Leibler divergence of the pool from the full cache, summed over them, in nats
     check_s: float = 0.0  # spent on comparing them
-    coarse_bytes: int = (
-        0  # codes of all sequences, by which positions outside the pool are attended to; on a GPU with what that takes
-    )
+    coarse_bytes: int = 0  # codes of all sequences; on a GPU with what attending to them takes
     coarse_tokens: int = 0  # positions that have them
     guest_blocks: int = 0  # blocks of the pool in which each layer holds what it chose
     guests_fetched: int = 0  # guests that layers fetched from records so far, of all sequences of the pool

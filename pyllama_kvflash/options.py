@@ -26,7 +26,6 @@ _SPLIT_LAYERS = {
 }
 """Split modes of llama.cpp that are refused, and why."""
 _NOT_QUANTISED = ("f32", "f16", "bf16")  # cache types of V that llama.cpp takes without flash attention
-_CLOSE = ("4",)  # codes with which an answer needs no opening
 _CHOOSING = ("auto", "fresh")  # policies by which each layer chooses; loading turns "auto" into what the model can do
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
@@ -299,7 +298,7 @@ class Options:
         """Tokens at the beginning of an answer that are decoded losslessly: `opening`, or 32. With "fresh" and codes of 4 bits none:
         RULER has the full cache's points without (docs/results/coarse.md).
         """
-        usual = 0 if self.policy == "fresh" and self.coarse in _CLOSE else 32
+        usual = 0 if self.policy == "fresh" and self.coarse == "4" else 32
         return self.opening if self.opening >= 0 else usual
 
     @property

@@ -22,7 +22,7 @@ from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import CellBar, Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
 from pyllama_kvflash.cli.run import model_path
-from pyllama_kvflash.engine.loading import check_file, why_unchosen
+from pyllama_kvflash.engine.loading import check_file, why_uncoded
 from pyllama_kvflash.errors import Interrupted, UsageError, counted
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.text import printable
@@ -397,7 +397,7 @@ def feasible(
     """
     if not _untyped("variants") or not any(v.policy == "fresh" for v in variants):
         return variants
-    why = why_unchosen(model, Options(**common))
+    why = why_uncoded(model, Options(**common))
     if why is None:
         return variants
     reporter.note(f"variant fresh is left out: {why}")

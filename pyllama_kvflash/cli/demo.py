@@ -61,10 +61,8 @@ def demo(
     """Run the demonstration."""
     reporter = Reporter()
     options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads, "opening": 0}
-    alone: dict[str, Any] = {
-        "policy": "lru",
-        "coarse": "off",
-    }  # with codes, or in the opening, all is found, whatever the pool holds
+    # with codes, or in an opening, lru would find everything, too
+    alone: dict[str, Any] = {"policy": "lru", "coarse": "off"}
     reads("the bundled model", BUNDLED_MODEL)
     with native.interruptible():
         with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:

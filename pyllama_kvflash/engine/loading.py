@@ -91,9 +91,7 @@ class Probe:
     layers: tuple[int, ...]
     geometry: Geometry
     refusal: str | None
-    uncoded: str | None = (
-        None  # why there can be no codes of all positions, and so no policy "fresh"; None if there can
-    )
+    uncoded: str | None = None  # why there can be no codes, and so no policy "fresh"; None if there can
 
 
 def load(
@@ -303,7 +301,7 @@ def with_policy(options: Options, seen: Probe) -> Options:
         possible = seen.uncoded is None and bool(seen.geometry.rows) and options.pool != "off"
         bits = most_bits(seen.geometry, options) if possible else "off"
         if possible and options.policy == "fresh" and bits == "off":
-            bits = FORMS[-1]  # whoever names it is told that there is no memory
+            bits = FORMS[-1]  # there is no memory for these either: making the context fails, and says so
         options = replace(options, coarse=bits)
     if options.policy != "auto":
         return options
@@ -319,8 +317,8 @@ def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, .
     return (f"policy qk, not fresh: {seen.uncoded or 'there is no memory for codes of all positions'}",)
 
 
-def why_unchosen(path: Path, options: Options) -> str | None:
-    """Return why the layers of a model that can be pooled cannot choose their chunks here (policy "fresh"); None: they can.
+def why_uncoded(path: Path, options: Options) -> str | None:
+    """Return why a model that can be pooled can have no codes here, and so no policy "fresh"; None if it can.
 
     Loads no weights. Raises as load().
     """

@@ -48,10 +48,8 @@ def most_bits(geometry: Geometry, options: Options) -> str:
 
     options: resolved.
     """
-    memory, n_all = (
-        device_memory(geometry, replace(options, policy="qk", coarse="off")),
-        options.n_ctx * options.n_parallel,
-    )
+    memory = device_memory(geometry, replace(options, policy="qk", coarse="off"))
+    n_all = options.n_ctx * options.n_parallel
     floor = options.shape.floor(options.n_batch)
     pool = max(floor, options.pool) if isinstance(options.pool, int) else floor
     for form in FORMS:

@@ -7,6 +7,7 @@
 static constexpr uint32_t THREADS = 512, WARPS = THREADS / 32; // of a block
 static constexpr uint32_t TILE  = 4;                           // units whose largest share is known, too
 static constexpr float    LOG2E = 1.44269504f, NOWHERE = -1e30f;
+
 //
 // the ask
 //
