@@ -110,17 +110,17 @@ def pool_alone() -> Iterator[None]:
     about what the pool holds, and with codes nothing outside it is unseen.
     """
     try:
-        from pyllama_kvflash.engine import loading  # noqa: PLC0415 (as above)
+        from pyllama_kvflash.engine import bits  # noqa: PLC0415 (as above)
     except ImportError:
         yield
         return
-    most_bits = loading.most_bits
+    forms = bits.forms
 
-    def fewer(geometry: Any, options: Any) -> str:
-        return most_bits(geometry, options) if options.policy in ("auto", "fresh") else "off"
+    def fewer(options: Any) -> tuple[str, ...]:
+        return forms(options) if options.policy in ("auto", "fresh") else ("off",)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(loading, "most_bits", fewer)
+        monkeypatch.setattr(bits, "forms", fewer)
         yield
 
 

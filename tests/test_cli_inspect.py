@@ -144,7 +144,7 @@ def test_inspect_one_device() -> None:
 def test_devices_for_panes() -> None:
     """What the layers of each take by turns, and which of them is too small for it."""
     geometry = Layers(((128, 128), (128, 128), (128, 64)), (0, 2, 3))
-    found = memory.pane_memory(geometry, Options(), 2)
+    found = memory.pane_memory(geometry, Options(coarse="off"), 2)
     assert [(d.name, d.free, d.token_bytes, d.host) for d in found] == [
         ("CUDA0", 24 * GIB, 512, False),
         ("CUDA2", GIB, 512, False),

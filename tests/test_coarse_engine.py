@@ -7,7 +7,6 @@ import io
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,10 @@ from support.runs import TOKENS, Open, feed, logits_of, read
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.report import banner, closing_line, stats_table
-from pyllama_kvflash.engine import memory
-from pyllama_kvflash.engine.memory import most_bits
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
 from pyllama_kvflash.policy.fresh import Heads
-from pyllama_kvflash.policy.sizing import RESERVE, DeviceMemory
 from pyllama_kvflash.pool.guests import GuestRoom
 
 pytestmark = pytest.mark.native
@@ -242,18 +237,6 @@ def test_who_has_them(opened: Open) -> None:
     assert opened(coarse="auto", policy="fresh").options.coarse == "4"
     assert opened(coarse="auto", pool="off").options.coarse == "off"
     assert opened("mamba", coarse="auto", pool="off").options.coarse == "off"
-
-
-@pytest.mark.parametrize(("left", "want"), [(2.0, "4"), (0.9, "4,2"), (0.7, "2"), (0.4, "off")])
-def test_as_many_bits_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch, left: float, want: str) -> None:
-    """left: of what codes of 4 bits take, beside the pool and the records."""
-    geometry = Geometry(((1024, 1024),) * 4, (0,) * 4, (Heads(32, 8, 128, 128),) * 4)
-    options = replace(Options(n_ctx=65536, pool=4096), n_threads=1)
-    token = 4 * 2 * 2 * 1024
-    codes = sum(CoarseForm(4, 4).n_bytes(h, 65536) for h in geometry.heads)
-    free = int(RESERVE + token * (4096 + 65536) + left * codes)
-    monkeypatch.setattr(memory, "device_memory", lambda *_: [DeviceMemory("RAM", free, token, host=True)])
-    assert most_bits(geometry, options) == want
 
 
 @pytest.mark.parametrize("options", [{"coarse": "3"}, {"coarse": "off"}, {"coarse": "2,4"}])

@@ -159,15 +159,16 @@ def test_saved_codes_go_on(case_of: Callable[..., Case], library: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "deepseek2"])
-def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: Path, name: str) -> None:
+@pytest.mark.parametrize("n_ctx", [4096, 4100])
+def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: Path, name: str, n_ctx: int) -> None:
+    """But for what tables have whose rows are counted as larger than they are."""
     with host_kernels(library):
-        made = coarse_run(case_of(name), bits=(4, 2), n_ctx=4096, late=1)
+        made = coarse_run(case_of(name), bits=(4, 2), n_ctx=n_ctx, late=1)
     with made.run:
-        heads = tuple(map(Heads.of, made.guests.layers))
-        codes = sum(CoarseForm(4, 2).n_bytes(h, 4096) for h in heads)
-        want = GpuChoice(heads, 4096, 1, 1280, 64).n_bytes + codes
-        took = made.guests.info().device_bytes
-        assert abs(took - want) < 16 << 10, "pieces begin at 256 bytes"
+        heads, n_cells = tuple(map(Heads.of, made.guests.layers)), -(-n_ctx // 256) * 256
+        codes = sum(CoarseForm(4, 2).gpu_bytes(h, n_cells) for h in heads)
+        want = GpuChoice(heads, n_cells, 1, 1280, 64).n_bytes + codes
+        assert 0 <= want - made.guests.info().device_bytes < 4 << 10
 
 
 #

@@ -89,9 +89,10 @@ def codes_of(path: Path, n_ctx: int, n_pool: int, **changes: Any) -> int:
     made: dict[str, Any] = {"coarse": "4", "n_seq": 1, "chunk": 64, **changes}
     form = CoarseForm.of(made["coarse"])
     assert form
-    codes = sum(form.n_bytes(h, n_ctx) for h in heads)
+    n_cells = -(-n_ctx // 256) * 256
+    codes = sum(form.gpu_bytes(h, n_cells) for h in heads)
     n_seq: int = made["n_seq"]
-    return n_seq * codes + GpuChoice(heads, -(-n_ctx // 256) * 256, n_seq, n_pool, made["chunk"]).n_bytes
+    return n_seq * codes + GpuChoice(heads, n_cells, n_seq, n_pool, made["chunk"]).n_bytes
 
 
 @pytest.mark.parametrize(
@@ -165,9 +166,9 @@ def test_each_gpu_keeps_free_what_its_layers_take(gpus: Callable[..., None], pol
     gpus(1 << 30, 2 << 30, 3 << 30)
     heads = (Heads(4, 2, 64, 64), Heads(4, 2, 64, 64), Heads(8, 4, 64, 64))
     geometry = Geometry(((128, 128), (128, 128), (256, 256)), (0, 2, 2), heads)
-    small, _, large = (CoarseForm(4, 2).n_bytes(h, 4096) for h in heads)
+    small, _, large = (CoarseForm(4, 2).gpu_bytes(h, 4096) for h in heads)
     options = Options(coarse="4,2", n_ctx=4096, policy=policy)
-    choice = GpuChoice(heads, 4096, 1, 16_384, 64)
+    choice = GpuChoice(heads, 4096, 1, 4096, 64)
     want = {0: small + choice.n_bytes, 2: small + large + choice.n_bytes}
     assert memory.coarse_bytes(geometry, options) == want
     found = memory.device_memory(geometry, options)

@@ -123,9 +123,10 @@ def test_codes_of_layers_on_the_host_count_beside_a_gpus(monkeypatch: pytest.Mon
     gpu, host = (Device(name, name, is_gpu, 1 << 30, 1 << 30) for name, is_gpu in (("GPU", True), ("CPU", False)))
     monkeypatch.setattr(memory, "devices", lambda: [gpu, host])
     options, heads = Options(n_ctx=4096, pool=1024, coarse="4,2"), (Heads(8, 2, 64, 64),) * 4
-    each, choice = CoarseForm(4, 2).n_bytes(heads[0], 4096), GpuChoice(heads, 4096, 1, 1024, 64).n_bytes
+    each, its = (f(heads[0], 4096) for f in (CoarseForm(4, 2).n_bytes, CoarseForm(4, 2).gpu_bytes))
+    choice = GpuChoice(heads, 4096, 1, 1024, 64).n_bytes
     places = (1,) * n_host + (0,) * (4 - n_host)
-    want = {1: n_host * each, 0: (4 - n_host) * each + choice}
+    want = {1: n_host * each, 0: (4 - n_host) * its + choice}
     assert memory.coarse_bytes(Geometry(((128, 128),) * 4, places, heads), options) == {i: want[i] for i in set(places)}
 
 

@@ -16,11 +16,11 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.load_plan import pool_size
-from pyllama_kvflash.engine.loading import Probe, check_file, probe, with_policy
+from pyllama_kvflash.engine.loading import Probe, check_file, probe
 from pyllama_kvflash.engine.memory import coarse_bytes, device_memory
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.panes import exact_bytes
-from pyllama_kvflash.engine.planning import needs
+from pyllama_kvflash.engine.planning import Planned, planned
 from pyllama_kvflash.errors import counted
 from pyllama_kvflash.gguf_header import read_parts
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
@@ -87,17 +87,20 @@ def inspect(model_arg: str | None, model: str | None, *, as_json: bool, **values
 
 
 def _look(model: Model, options: Options) -> Findings:
-    options = options.resolved(model.n_ctx_train)
-    seen = probe(model, options)
-    given, options = options, with_policy(options, seen)
+    given = options.resolved(model.n_ctx_train)
+    seen = probe(model, given)
+    taken = Planned((), PoolSize(None), given) if seen.memory_class == "none" else planned(model.path, given)
+    options, coded = taken.options, _coded(model, given, seen, taken.options)
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
-    automatic = replace(options, pool="auto")
+    automatic = (
+        replace(coded, pool="auto")
+        if seen.uncoded is None
+        else replace(options, pool="auto", coarse="off", policy="qk")
+    )
     found = device_memory(seen.geometry, automatic)
     auto = pool_size(automatic, found) if found else PoolSize(None, ("nothing to pool",))
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
     panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
-    taken, size = ((), PoolSize(None)) if seen.memory_class == "none" else needs(model.path, options)
-    coded = with_policy(replace(given, pool="auto"), seen)
     return Findings(
         model=model,
         n_files=len(read_parts(model.path)),
@@ -108,11 +111,20 @@ def _look(model: Model, options: Options) -> Findings:
         auto=auto,
         pane_bytes=panes,
         exact_compute_bytes=compute,
-        needs=taken,
-        coarse=coded.coarse,
-        coarse_bytes=sum(coarse_bytes(seen.geometry, coded, size.n_pool).values()),
-        n_pool=size.n_pool,
+        needs=taken.needs,
+        coarse="off" if seen.uncoded else coded.coarse,
+        coarse_bytes=0 if seen.uncoded else sum(coarse_bytes(seen.geometry, coded, taken.size.n_pool).values()),
+        n_pool=taken.size.n_pool,
     )
+
+
+def _coded(model: Model, given: Options, seen: Probe, options: Options) -> Options:
+    """Return the options of a pool's codes, where there can be some: those that are taken, or with the full cache those of an
+    automatic pool.
+    """
+    if options.pool != "off" or seen.uncoded:
+        return options
+    return planned(model.path, replace(options, pool="auto", coarse=given.coarse, policy=given.policy)).options
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

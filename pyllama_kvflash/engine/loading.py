@@ -1,14 +1,15 @@
 """Loading: from a path and options to a model and its context, with every check possible before the first token."""
 
 import stat
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pyllama_kvflash.engine.bits import choices, fits, free_bytes
 from pyllama_kvflash.engine.load_plan import LoadPlan, Tap, coded, plan_contexts
-from pyllama_kvflash.engine.memory import check_memory, device_memory, most_bits
+from pyllama_kvflash.engine.memory import check_memory, device_memory
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes
 from pyllama_kvflash.engine.panes import ExactBytes, held_bytes, open_exact
 from pyllama_kvflash.engine.placement import on_host, place
@@ -111,10 +112,11 @@ def load(
         add_rpc(server)
     placed = placement(path, options)
     options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
+    free = free_bytes()
     with ExitStack() as parts:
         model = Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), progress=progress)
         parts.enter_context(model)
-        return _load(model, _resolved(model, options), placed, open_engine, parts)
+        return _load(model, _resolved(model, options), placed, open_engine, free, parts)
 
 
 def where(options: Options) -> dict[str, Any]:
@@ -145,7 +147,11 @@ def check_runs(model: Model, options: Options) -> None:
 
 def _place(model: Model, options: Options) -> Placement:
     seen = _probed(model, options)
-    return place(model, seen.geometry, with_policy(options, seen), options.shape.floor(options.n_batch))
+    for tried in bits_of(options, seen):
+        placed = place(model, seen.geometry, tried, options.shape.floor(options.n_batch))
+        if placed.fits:
+            break
+    return placed
 
 
 def _probed(model: Model, options: Options) -> Probe:
@@ -156,25 +162,61 @@ def _probed(model: Model, options: Options) -> Probe:
     if seen.refusal is not None and options.pool != "off":
         msg = f"{model.path} cannot be run with a pool: {seen.refusal}"
         raise UnsupportedError(msg)
-    if seen.uncoded is not None and options.pool != "off":
-        given = options.coarse not in ("auto", "off")
-        if given or options.policy == "fresh":
-            what = f"`coarse` {options.coarse}" if given else "policy fresh"
-            msg = f"{model.path} cannot be run with {what}: {of_codes(seen.uncoded)}"
-            raise UnsupportedError(msg)
+    check_codes(model, options, seen)
     return seen
 
 
-def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEngine, parts: ExitStack) -> Loaded:
+def check_codes(model: Model, options: Options, seen: Probe) -> None:
+    """Raise UnsupportedError if the options ask for codes, or for layers that choose by them, and there can be none."""
+    if seen.uncoded is None or options.pool == "off":
+        return
+    given = options.coarse not in ("auto", "off")
+    if given or options.policy == "fresh":
+        what = f"`coarse` {options.coarse}" if given else "policy fresh"
+        msg = f"{model.path} cannot be run with {what}: {of_codes(seen.uncoded)}"
+        raise UnsupportedError(msg)
+
+
+def _load(
+    model: Model,
+    options: Options,
+    placed: Placement,
+    open_engine: OpenEngine,
+    free: Mapping[str, int],
+    parts: ExitStack,
+) -> Loaded:
+    """Make the contexts, with the closest codes for which there is memory. free: as for bits.fits()."""
     program, seen = program_bytes(model), _probed(model, options)
-    given, options = options, with_policy(options, seen)
-    other = _other_policy(given, options, seen)
+    *closer, last = bits_of(options, seen)
+    for tried in closer:
+        with ExitStack() as its, suppress(NativeError):
+            found = _opened(model, seen, tried, placed, open_engine, program, its)
+            if fits(found.memory, free):
+                parts.push(its.pop_all())
+                break
+    else:
+        found = _opened(model, seen, last, placed, open_engine, program, parts)
+    other = _other_policy(options, found.options, seen) if found.n_pool is not None else ()
+    return replace(found, notes=found.notes + other, parts=parts.pop_all())
+
+
+def _opened(
+    model: Model,
+    seen: Probe,
+    options: Options,
+    placed: Placement,
+    open_engine: OpenEngine,
+    program: int,
+    parts: ExitStack,
+) -> Loaded:
+    """Make the contexts of options whose codes and policy are decided. Adds what it opens to `parts`."""
     ground = _Loading(model, seen.geometry, options, open_engine, parts)
     plan = plan_contexts(model, seen.geometry, options, ground)
     size, pool = plan.size, plan.pool
     if pool is None:
         n_all = options.n_ctx * options.n_parallel
-        check_memory(ground.memory(), n_all, "the full cache", "a pool (`pool`) or a smaller `n_ctx`")
+        memory = device_memory(seen.geometry, replace(options, pool="off"))
+        check_memory(memory, n_all, "the full cache", "a pool (`pool`) or a smaller `n_ctx`")
     ctx = parts.enter_context(open_context(model, options, plan))
     draft_model = _draft_model(ctx, options, options.drafter_batch(plan.n_batch))
     if draft_model is not None:
@@ -202,14 +244,14 @@ def _load(model: Model, options: Options, placed: Placement, open_engine: OpenEn
         size.n_pool,
         plan.n_batch,
         seen.geometry.token_bytes(row_bytes, *types) * n_cells,
-        placed.notes + size.notes + ground.notes + (other if size.n_pool is not None else ()),
+        placed.notes + size.notes + ground.notes,
         placed.warnings + ground.warnings + size.warnings + untrained(model, options.n_ctx),
         shared,
         ground.exact,
         tuple(sequences),
         tuple(drafts),
         needs_of(seen.geometry, options, size.n_pool, ctx, ground.exact_bytes(), drafter, program),
-        parts.pop_all(),
+        parts,
     )
 
 
@@ -293,21 +335,9 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
         raise type(err)(msg) from None
 
 
-def with_policy(options: Options, seen: Probe) -> Options:
-    """Return the options with `coarse` and policy "auto" resolved: the closest codes that there is memory for; "fresh" with codes,
-    else "qk".
-    """
-    if options.coarse == "auto":
-        possible = seen.uncoded is None and bool(seen.geometry.rows) and options.pool != "off"
-        bits = most_bits(seen.geometry, options) if possible else "off"
-        if possible and options.policy == "fresh" and bits == "off":
-            bits = FORMS[-1]  # there is no memory for these either: making the context fails, and says so
-        options = replace(options, coarse=bits)
-    if options.policy != "auto":
-        return options
-    if options.coarse == "off":
-        return replace(options, policy="qk")
-    return replace(options, policy="fresh")
+def bits_of(options: Options, seen: Probe) -> tuple[Options, ...]:
+    """Return the options to try, as bits.choices()."""
+    return choices(options, possible=seen.uncoded is None and bool(seen.geometry.rows))
 
 
 def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, ...]:

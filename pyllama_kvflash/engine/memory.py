@@ -2,16 +2,15 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import CACHE_TYPES, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
-from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
+from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import GpuChoice
-from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE, DeviceMemory
+from pyllama_kvflash.policy.sizing import CELLS, DeviceMemory, most_cells
 
 
 def device_memory(geometry: Geometry, options: Options) -> list[DeviceMemory]:
@@ -30,37 +29,19 @@ def coarse_bytes(geometry: Geometry, options: Options, n_pool: int | None = None
     if form is None or options.pool == "off":
         return {}
     found, res = devices(), Counter[int]()
+    n_cells = -(-options.n_ctx // CELLS) * CELLS
     for heads, device in zip(geometry.heads, geometry.devices or (0,) * len(geometry.heads), strict=True):
-        res[device] += options.n_parallel * form.n_bytes(heads, options.n_ctx)
-    requested = options.auto_cap or AUTO_CAP if isinstance(options.pool, str) else options.pool
+        each = form.gpu_bytes(heads, n_cells) if found[device].gpu else form.n_bytes(heads, options.n_ctx)
+        res[device] += options.n_parallel * each
+    n_all, floor = options.n_ctx * options.n_parallel, options.shape.floor(options.n_batch)
     choice = GpuChoice(
         heads=geometry.heads,
-        n_ctx=-(-options.n_ctx // CELLS) * CELLS,
+        n_ctx=n_cells,
         n_seq=options.n_parallel,
-        n_pool=n_pool or requested,
+        n_pool=n_pool or most_cells(options.pool, n_ctx=n_all, floor=floor, cap=options.auto_cap),
         chunk=options.chunk,
     )
     return {i: n + choice.n_bytes if found[i].gpu else n for i, n in res.items()}
-
-
-def most_bits(geometry: Geometry, options: Options) -> str:
-    """Return the closest codes for which there is memory beside the smallest pool and the records: a value of `coarse`.
-
-    options: resolved.
-    """
-    memory = device_memory(geometry, replace(options, policy="qk", coarse="off"))
-    n_all = options.n_ctx * options.n_parallel
-    floor = options.shape.floor(options.n_batch)
-    pool = max(floor, options.pool) if isinstance(options.pool, int) else floor
-    for form in FORMS:
-        codes = coarse_bytes(geometry, replace(options, coarse=form))
-        needed = [
-            codes[i] + d.token_bytes * pool + (in_memory(options, d.token_bytes * n_all) if d.host else 0)
-            for i, d in zip(dict.fromkeys(geometry.devices or (0,)), memory, strict=True)
-        ]
-        if all(n <= d.free - RESERVE for n, d in zip(needed, memory, strict=True)):
-            return form
-    return "off"
 
 
 def in_memory(options: Options, full: int) -> int:
@@ -69,8 +50,10 @@ def in_memory(options: Options, full: int) -> int:
 
 
 def pane_memory(geometry: Geometry, options: Options, n_pane: int) -> list[DeviceMemory]:
-    """Return the name, free bytes and pane bytes per token of each device that holds KV, with what is loaded now."""
-    return _beside(geometry.panes_by_device(row_bytes, *_types(options), n_pane))
+    """Return the name, free bytes and pane bytes per token of each device that holds KV, with what is loaded now, and what codes
+    will take there.
+    """
+    return _beside(geometry.panes_by_device(row_bytes, *_types(options), n_pane), coarse_bytes(geometry, options))
 
 
 def _types(options: Options) -> tuple[int, int]:
@@ -89,12 +72,13 @@ def _beside(token_bytes: Mapping[int, int], codes: Mapping[int, int] = MappingPr
 
 
 def check_memory(memory: Sequence[DeviceMemory], n_ctx: int, what: str, way_out: str) -> None:
-    """Raise NativeError if a device has no room for n_ctx tokens of `what`.
+    """Raise NativeError if a device has no room for n_ctx tokens of `what`, beside codes.
 
     The allocation itself may succeed, and the system end some process once the memory is used.
     """
     for device in memory:
-        if device.token_bytes * n_ctx > device.free:
+        if device.token_bytes * n_ctx > device.free - device.codes:
             need, have = f"{device.token_bytes * n_ctx / 2**30:.1f} GiB", f"{device.free / 2**30:.1f} GiB"
-            msg = f"{what} of {n_ctx:,} tokens takes {need} on {device.name}, and {have} are free: use {way_out}"
+            codes = f", of which codes (`coarse`) take {device.codes / 2**30:.1f}" if device.codes else ""
+            msg = f"{what} of {n_ctx:,} tokens takes {need} on {device.name}, and {have} are free{codes}: use {way_out}"
             raise NativeError(msg)

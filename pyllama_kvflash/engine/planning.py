@@ -1,10 +1,11 @@
 """What a model takes of each device's memory, before anything of it is loaded."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pyllama_kvflash.engine.bits import fits, free_bytes
 from pyllama_kvflash.engine.load_plan import Tap, plan_contexts
-from pyllama_kvflash.engine.loading import open_context, placement, probe, where, with_policy
+from pyllama_kvflash.engine.loading import bits_of, check_codes, open_context, placement, probe, where
 from pyllama_kvflash.engine.memory import device_memory
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes, weights_of
 from pyllama_kvflash.engine.panes import ExactBytes, exact_bytes
@@ -16,18 +17,39 @@ from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.scorers.factory import query_of
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What loading a model comes to. needs: what each device holds with a full context. options: with codes and policy decided."""
+
+    needs: tuple[Need, ...]
+    size: PoolSize
+    options: Options
+
+
 def needs(path: Path, options: Options) -> tuple[tuple[Need, ...], PoolSize]:
     """Return what each device holds with a full context, and the pool. Raises as loading.load()."""
+    found = planned(path, options)
+    return found.needs, found.size
+
+
+def planned(path: Path, options: Options) -> Planned:
+    """Return what loading comes to, with the memory that is free now. Raises as loading.load()."""
     for server in options.rpc:
         add_rpc(server)
     placed = placement(path, options)
-    options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
+    options, free = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool), free_bytes()
     with Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), no_alloc=True) as model:
         program, options = program_bytes(), options.resolved(model.n_ctx_train)
         seen = probe(model, options)
         if seen.refusal is not None:
             options = replace(options, pool="off")
-        return _needs(model, seen.geometry, with_policy(options, seen), program)
+        check_codes(model, options, seen)
+        *closer, last = bits_of(options, seen)
+        for tried in closer:
+            found = _planned(model, seen.geometry, tried, program)
+            if fits(found.needs, free):
+                return found
+        return _planned(model, seen.geometry, last, program)
 
 
 class _Looking:
@@ -52,10 +74,11 @@ class _Looking:
         return True
 
 
-def _needs(model: Model, geometry: Geometry, options: Options, program: int) -> tuple[tuple[Need, ...], PoolSize]:
+def _planned(model: Model, geometry: Geometry, options: Options, program: int) -> Planned:
     ground = _Looking(model, geometry, options)
     plan = plan_contexts(model, geometry, options, ground)
     with open_context(model, options, plan) as ctx:
         exact = ground.exact if plan.pool else {}
         drafter = drafters(replace(options, n_batch=plan.n_batch), ctx, range(len(devices())))
-        return needs_of(geometry, options, plan.size.n_pool, ctx, exact, drafter, program), plan.size
+        held = needs_of(geometry, options, plan.size.n_pool, ctx, exact, drafter, program)
+        return Planned(held, plan.size, options)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from pyllama_kvflash.policy.fresh import UNIT, Heads
+from pyllama_kvflash.policy.fresh import UNIT, Heads, padded
 
 FORMS = ("4", "4,2", "2")
 """Bits of keys and values, or of keys, values: the closest first."""
@@ -11,6 +11,7 @@ CHOICES = ("auto", "off", *FORMS)
 """What `coarse` may be."""
 SEGMENT = 4096
 """Positions whose rows have a mean of their own: kvf_codes::SEGMENT."""
+_TILE = 64 * UNIT  # positions of a tile: kvf_codes::TILE
 _PADDED = 16  # values of a row
 _SCALE, _MEAN = 2, 4  # bytes
 
@@ -31,12 +32,21 @@ class CoarseForm:
         return cls(int(k), int(v or k))
 
     def n_bytes(self, heads: Heads, n: int) -> int:
-        """Return the bytes of the codes of n positions in a layer: levels, a scale for each row, means, and spreads."""
-        n_row, n_segment = -(-n // UNIT) * UNIT, -(-n // SEGMENT)
+        """Return the bytes of the codes of n positions in a layer."""
+        return sum(self._pieces(heads, -(-n // UNIT) * UNIT, n))
+
+    def gpu_bytes(self, heads: Heads, n_ctx: int) -> int:
+        """Return the bytes that a GPU takes for those of a whole context: of whole tiles, each piece from a place of its own on."""
+        return sum(map(padded, self._pieces(heads, -(-n_ctx // _TILE) * _TILE, n_ctx)))
+
+    def _pieces(self, heads: Heads, n_row: int, n: int) -> list[int]:
+        """Return the bytes of levels, of a scale for each row, of means, and of spreads, of keys and of values."""
         each = [(heads.n_embd, self.k)] + [(heads.n_embd_v, self.v)] * (heads.n_embd_v > 0)
-        width = [(-(-d // _PADDED) * _PADDED, bits) for d, bits in each]
-        fixed = _MEAN * sum(d for d, _ in each)
-        return heads.n_kv * (fixed + sum(n_row * (_SCALE + d * bits // 8) + n_segment * d * _MEAN for d, bits in width))
+        res = []
+        for d, bits in each:
+            width, n_segment = -(-d // _PADDED) * _PADDED, -(-n // SEGMENT)
+            res += [n_row * width * bits // 8, n_row * _SCALE, n_segment * width * _MEAN, d * _MEAN]
+        return [heads.n_kv * size for size in res]
 
     def __str__(self) -> str:
         return (

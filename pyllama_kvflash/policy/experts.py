@@ -62,6 +62,7 @@ class Placement:
     n_cpu_moe: the experts of this many first layers stay on the host.
     pool: the pool to request now: "auto", "off" or tokens.
     redundant: True if the full cache fits beside all experts.
+    fits: False if no pool fits, even with all experts on the host.
     notes, warnings: sentences for the user.
     """
 
@@ -70,6 +71,7 @@ class Placement:
     redundant: bool = False
     notes: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
+    fits: bool = True
 
 
 def place_experts(
@@ -143,7 +145,7 @@ def _squeezed(gpus: Sequence[Holding], n_layer: int, pool: int | str, tokens: in
         f"{'' if pool == 'off' else ' smaller'} pool (`pool`), smaller cache types (`type_k`, `type_v`) or fewer layers on"
         " the GPU (`n_gpu_layers`)"
     )
-    return Placement(n_layer, pool, warnings=(text,))
+    return Placement(n_layer, pool, warnings=(text,), fits=False)
 
 
 def _cells(pool: int | str, full: int, cap: int) -> tuple[int, int]:

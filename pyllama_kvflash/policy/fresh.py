@@ -49,7 +49,7 @@ class GpuChoice:
     @property
     def n_bytes(self) -> int:
         """The most bytes, with a whole context of each sequence."""
-        return sum(map(_padded, [*self._scratch(), *self._tables(), *self._coding()]))
+        return sum(map(padded, [*self._scratch(), *self._tables(), *self._coding()]))
 
     def _coding(self) -> list[int]:
         """Of attention by codes: where they are, and how they are made; sums of rows; where records are; sums of attention."""
@@ -83,5 +83,6 @@ class GpuChoice:
         return self.n_pool // self.chunk * (self.chunk // UNIT)
 
 
-def _padded(n: int) -> int:
+def padded(n: int) -> int:
+    """Return the bytes that a piece of n bytes takes of a GPU's memory."""
     return -(-n // _ALIGNED) * _ALIGNED

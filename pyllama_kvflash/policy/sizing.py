@@ -222,6 +222,12 @@ def resolve_pool(
     return PoolSize(n_pool, tuple(notes), tuple(warnings))
 
 
+def most_cells(request: int | str, *, n_ctx: int, floor: int, cap: int | None = None) -> int:
+    """Return the most cells of a pool that resolve_pool() makes for a request, which is not "off", whatever memory there is."""
+    wanted = min((cap or AUTO_CAP) // CELLS * CELLS, _round_up(n_ctx)) if request == "auto" else _round_up(int(request))
+    return max(wanted, floor)
+
+
 def n_panes(
     request: int,
     pool: int | str,

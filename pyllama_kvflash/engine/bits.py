@@ -1,0 +1,47 @@
+"""Which codes there are of the positions outside a pool: the closest ones for which there is memory beside all else."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pyllama_kvflash.engine.need import Need
+from pyllama_kvflash.native import devices
+from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy.coarse import FORMS
+from pyllama_kvflash.policy.sizing import RESERVE
+
+
+def choices(options: Options, *, possible: bool) -> tuple[Options, ...]:
+    """Return the options with `coarse` and policy "auto" resolved, in the order in which they are to be tried: the closest codes
+    first, and the last one whether there is memory or not. The policy is "fresh" with codes, else "qk".
+
+    options: resolved. possible: whether the model can have codes here.
+    """
+    bits: tuple[str, ...] = (options.coarse,)
+    if options.coarse == "auto":
+        bits = forms(options) if possible and options.pool != "off" else ("off",)
+    return tuple(_with(options, each) for each in bits)
+
+
+def forms(options: Options) -> tuple[str, ...]:
+    """Return what `coarse` "auto" may be, the closest first: layers cannot choose without codes."""
+    return FORMS if options.policy == "fresh" else (*FORMS, "off")
+
+
+def _with(options: Options, bits: str) -> Options:
+    policy = options.policy
+    if policy == "auto":
+        policy = "qk" if bits == "off" else "fresh"
+    return replace(options, coarse=bits, policy=policy)
+
+
+def free_bytes() -> dict[str, int]:
+    """Return the free bytes of each device by its name: for fits(), before anything is loaded."""
+    return {device.name: device.free for device in devices()}
+
+
+def fits(needs: Sequence[Need], free: Mapping[str, int]) -> bool:
+    """Return whether each device that has codes holds them beside all else, and leaves the reserve. With others, fewer bits give nothing.
+
+    free: before anything was loaded. What the program takes is not in it.
+    """
+    return all(need.total - need.program <= free[need.name] - RESERVE for need in needs if need.coarse)

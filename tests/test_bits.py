@@ -1,0 +1,165 @@
+"""How many bits codes have where it is not said: the most for which there is memory beside all else, however one asks."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands
+from support.commands import good, invoke
+from support.runs import HOST
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.bench.shapes import SHAPES, write_outline
+from pyllama_kvflash.engine import loading, planning
+from pyllama_kvflash.engine.bits import choices
+from pyllama_kvflash.engine.need import Need
+from pyllama_kvflash.engine.planning import planned
+from pyllama_kvflash.errors import NativeError
+from pyllama_kvflash.native import pretending
+from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
+from pyllama_kvflash.options import Options, Spec
+from pyllama_kvflash.policy.coarse import FORMS
+from pyllama_kvflash.policy.sizing import RESERVE
+
+pytestmark = pytest.mark.native
+environment = commands.environment
+
+SMALL: dict[str, Any] = {"n_ctx": 16_384, "pool": 1024, "n_threads": 1}
+DRAFTER = Spec(kind="draft", model=str(BUNDLED_DRAFTER))
+WAYS: dict[str, dict[str, Any]] = {
+    "exactly": {},
+    "large batches": {"n_ubatch": 2048},
+    "through the pool": {"prefill": "pool"},
+    "fresh": {"policy": "fresh"},
+    "a drafter": {"spec": DRAFTER},
+    "two sequences": {"n_parallel": 2, "pool": 2048},
+}
+
+
+def needed(coarse: str, options: dict[str, Any]) -> dict[str, int]:
+    """What each device has to have free for such codes."""
+    found = planned(BUNDLED_MODEL, Options(**{**options, "coarse": coarse}))
+    return {need.name: need.total - need.program + RESERVE for need in found.needs}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_most_bits_for_which_there_is_memory(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A byte less, and there are fewer; loading says what a look at the file does."""
+    options = {**SMALL, **WAYS[way]}
+    wanted = (*FORMS, FORMS[-1] if options.get("policy") == "fresh" else "off")
+    for coarse, fewer in zip(FORMS, wanted[1:], strict=True):
+        free = needed(coarse, options)
+        for less, want in ((0, coarse), (1, fewer)):
+            there = {name: n - less for name, n in free.items()}
+            for module in (loading, planning):
+                monkeypatch.setattr(module, "free_bytes", lambda there=there: there)
+            found = planned(BUNDLED_MODEL, Options(**options)).options
+            assert (found.coarse, found.policy) == (want, "qk" if want == "off" else "fresh")
+            with KVFlash.from_file(BUNDLED_MODEL, **options) as kv:
+                assert (kv.options.coarse, kv.options.policy) == (want, found.policy)
+                said = "policy qk, not fresh: there is no memory for codes of all positions"
+                assert (said in kv.notes) == (want == "off")
+
+
+def test_what_else_is_held_takes_of_it() -> None:
+    """Panes, the buffers of large batches, a drafter, and all weights."""
+    plain = needed("2", {**SMALL, "prefill": "pool"})
+    for more in ({"prefill": "exact"}, {"spec": DRAFTER, "prefill": "pool"}, {"n_ubatch": 2048, "prefill": "exact"}):
+        assert sum(needed("2", {**SMALL, **more}).values()) > sum(plain.values())
+    assert sum(plain.values()) > BUNDLED_MODEL.stat().st_size
+
+
+def test_codes_that_cannot_be_made_are_made_of_fewer_bits(
+    monkeypatch: pytest.MonkeyPatch, tiny_path: Callable[[str], Path]
+) -> None:
+    """The device may have less than it says. With bits that were asked for that is an error."""
+    open_context, tried = loading.open_context, list[str]()
+
+    def full(model: Any, options: Options, plan: Any) -> Any:
+        tried.append(options.coarse)
+        if options.coarse != "2":
+            msg = "there is no memory"
+            raise NativeError(msg)
+        return open_context(model, options, plan)
+
+    monkeypatch.setattr(loading, "open_context", full)
+    with KVFlash.from_file(tiny_path("qwen3"), **SMALL) as kv:
+        assert kv.options.coarse == "2"
+    assert tried == ["4", "4,2", "2"]
+    with pytest.raises(NativeError, match="there is no memory"):
+        KVFlash.from_file(tiny_path("qwen3"), **SMALL, coarse="4")
+
+
+@HOST
+def test_a_card_that_is_pretended_decides(tiny_path: Callable[[str], Path]) -> None:
+    """Only the memory where codes are: fewer bits do not help RAM."""
+    path, options = tiny_path("qwen3"), Options(n_ctx=65_536, pool=1024, n_threads=1)
+
+    def on_gpu(coarse: str, free: int) -> tuple[str, Need]:
+        with pretending(free, 1 << 20):
+            found = planned(path, replace(options, coarse=coarse))
+        return found.options.coarse, next(need for need in found.needs if need.gpu)
+
+    for coarse, fewer in zip(FORMS, (*FORMS[1:], "off"), strict=True):
+        _, need = on_gpu(coarse, 1 << 30)
+        assert need.coarse > 0
+        least = need.total - need.program + RESERVE
+        assert [on_gpu("auto", least - less)[0] for less in (0, 1)] == [coarse, fewer]
+
+
+@HOST
+def test_experts_go_to_the_host_before_bits_do(tmp_path: Path) -> None:
+    """A file without weights is enough."""
+    path = tmp_path / "moe.gguf"
+    write_outline(SHAPES["35b-a3b"], path)
+    options = Options(n_ctx=131_072, pool=4096, n_threads=1, n_cpu_moe="auto")
+
+    def on_gpu(memory: int, **more: Any) -> tuple[int | str, str, int]:
+        with pretending(memory, 64 << 30):
+            found = planned(path, replace(options, **more))
+        least = next(need.total - need.program for need in found.needs if need.gpu)
+        return found.options.n_cpu_moe, found.options.coarse, least
+
+    assert on_gpu(24 << 30)[:2] == (0, "4")
+    *_, least = on_gpu(24 << 30, n_cpu_moe=40, coarse="4")
+    n, coarse, _ = on_gpu(least + 2 * RESERVE)
+    assert (0 < int(n) <= 40, coarse) == (True, "4")
+    assert on_gpu(least + RESERVE - 1)[:2] == (40, "4,2")
+
+
+def test_choices() -> None:
+    def tried(*, possible: bool = True, **options: Any) -> list[tuple[str, Any]]:
+        return [(each.coarse, each.policy) for each in choices(Options(**options), possible=possible)]
+
+    assert tried() == [("4", "fresh"), ("4,2", "fresh"), ("2", "fresh"), ("off", "qk")]
+    assert tried(policy="fresh") == [("4", "fresh"), ("4,2", "fresh"), ("2", "fresh")]
+    assert tried(coarse="4,2") == [("4,2", "fresh")]
+    assert tried(coarse="off") == tried(possible=False) == tried(pool="off") == [("off", "qk")]
+    assert tried(policy="fresh", pool="off") == [("off", "fresh")]
+
+
+@HOST
+@pytest.mark.parametrize("args", [("--kvflash-policy", "fresh"), ("--kvflash-coarse", "4")])
+def test_what_cannot_be_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch, args: tuple[str, str]) -> None:
+    """As by a run. Without asking for them, `kvflash inspect` says that there are none."""
+    probe = loading.probe
+    why = "ALiBi needs the position of each cell, which guests do not have"
+    for module in (loading, planning, sys.modules["pyllama_kvflash.cli.inspect"]):
+        monkeypatch.setattr(module, "probe", lambda *given: replace(probe(*given), uncoded=why))
+    what = "policy fresh" if "fresh" in args else "--kvflash-coarse 4"
+    said = f"cannot be run with {what}: {why}; give --kvflash-policy qk and --kvflash-coarse off"
+    for command in (("inspect",), ("run", "-p", "Hello", "-n", "1", "--kvflash", "1K", "-c", "8K")):
+        res = invoke(*command, *args)
+        assert res.exit_code != 0
+        assert said in res.stderr, res.stderr
+    found = json.loads(good("inspect", "--json").stdout)
+    assert (found["coarse"], found["coarse_bytes"]) == ("off", 0)
+    assert json.loads(good("inspect", "--kvflash", "off", *args, "--json").stdout)["coarse"] == "off"
+    assert f"none: {why}" in " ".join(good("inspect").stdout.split())
