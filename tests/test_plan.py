@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from support import commands, refused
 from support.commands import good, invoke
 
 from pyllama_kvflash.bench.shapes import SHAPES, write_outline
-from pyllama_kvflash.engine import expected
+from pyllama_kvflash.engine import expected, loading, planning
 from pyllama_kvflash.engine.need import DRIVER, Need
 from pyllama_kvflash.engine.offers import Offer, best
 from pyllama_kvflash.engine.planning import needs
@@ -58,44 +59,74 @@ def rows(text: str) -> dict[str, list[list[str]]]:
 
 def test_what_is_expected_was_measured() -> None:
     """Each figure is in its row of the documents that name its run."""
-    choices, fresh = rows((RESULTS / "choices.md").read_text()), (RESULTS / "fresh.md").read_text()
-    speeds = {"f16": "full cache, f16", "q8_0": "full cache, q8_0", "pool": "pool 4,096, q8_0"}
-    for kind, name in speeds.items():
-        assert choices[name][0] == [f"{rate:.1f}" for rate in expected.DECODE[kind]]
+    choices, results = (rows((RESULTS / name).read_text()) for name in ("choices.md", "../RESULTS.md"))
+    for kind, rates in expected.FULL_DECODE.items():
+        assert choices[f"full cache, {kind}"][0] == [f"{rate:.1f}" for rate in rates]
     others = {"f16": "full cache, f16", "q4_0": "full cache, q4_0", "RAM": "full cache, q8_0, in RAM"}
     for kind, name in others.items():
         assert [float(cell) for cell in choices[name][-1][2:4]] == list(expected.OTHER_DECODE[kind])
+    coded = rows((RESULTS / "coarse.md").read_text())
+    for name, rates in {"full, f16": expected.CODED_DECODE["f16"], "`fresh`, `4`": expected.CODED_DECODE["4"]}.items():
+        assert [str(rate) for rate in rates] in [row[1:] for row in coded[name]]
+    for name, uncoded in {
+        "full cache": expected.UNCODED_DECODE["q8_0"],
+        "`qk`": expected.UNCODED_DECODE["pool"],
+    }.items():
+        at = next(row for row in results[name] if f"{uncoded[0]}" in row)
+        assert [at[0], at[1], at[3]] == [f"{rate:.1f}" for rate in uncoded]
     least, most = expected.LOSSLESS
     lossless = (RESULTS / "fresh-lossless.md").read_text()
     assert f"lossless decoding of this model is {least} to {most} times as fast as its full cache" in lossless
     for document in ("README.md", "docs/FAQ.md"):
         assert f"{least} to {most}" in (RESULTS.parent.parent / document).read_text()
-    for texts in expected.KLD.values():
-        row = [f"{kld:.4f}" for text in ("prose", "code") for kld in reversed(texts[text])]
-        assert f"| {' | '.join(row)} |" in fresh.replace("*", ""), row
-    prose, code = (
-        "; ".join(str(expected.FULL_KLD[kind][text]) for kind in ("q8_0", "q4_0")) for text in ("prose", "code")
-    )
-    assert f"| {prose} | | | {code} |" in fresh
+
+
+def test_how_far_answers_are_was_measured() -> None:
+    """On a GPU, with the same model, prompt and machine."""
+    coded = rows((RESULTS / "coarse.md").read_text())
+
+    def means(cells: list[str]) -> list[float]:
+        return [float(cell.split(";")[0]) for cell in cells]
+
+    for (bits, kind), texts in expected.KLD.items():
+        if bits == "off":
+            continue
+        name = f"codes of {bits} bits" + ("" if kind == "f16" else f", cache in {kind}")
+        found = {row[0]: means(row[2:4]) for row in coded[name] if len(row) == 5}
+        for i, pool in enumerate(("1,024", "2,048")):
+            assert found[pool] == [texts["prose"][i], texts["code"][i]]
+    for kind in ("q8_0", "q4_0"):
+        far = next(means(row[2:4]) for row in coded[f"full cache, {kind}"] if row[0] == "-")
+        assert far == list(expected.FULL_KLD[kind].values())
+    table = (RESULTS.parent / "RESULTS.md").read_text()
+    for share, row in (("6.25 %", 0), ("12.5 %", 1)):
+        prose, code = (expected.KLD["off", "f16"][text][row] for text in ("prose", "code"))
+        assert re.search(rf"\| {share} \| [\d.]+ % \| {prose}\d?; [\d.]+ \| {code}; ", table), share
 
 
 def test_speed_is_interpolated_and_never_beyond_what_was_measured() -> None:
-    for i, n in enumerate(expected.CONTEXTS):
-        assert expected.speed("pool", n) == pytest.approx(expected.DECODE["pool"][i] / expected.DECODE["f16"][i])
-    assert expected.speed("pool", 32_768) < expected.speed("pool", 50_000) < expected.speed("pool", 65_536)
-    assert expected.speed("pool", 1 << 20) == expected.speed("pool", 262_144)
+    coded = expected.CODED_DECODE
+    for bits in ("4", "2"):
+        for n, rate, full in zip(expected.CODED_CONTEXTS, coded["4"], coded["f16"], strict=True):
+            assert expected.speed("pool", n, bits) == pytest.approx(rate / full)
+    assert expected.speed("pool", 8192, "4") < expected.speed("pool", 20_000, "4") < expected.speed("pool", 65_536, "4")
+    assert expected.speed("pool", 1 << 20, "4") == expected.speed("pool", 131_072, "4")
+    for n in (8192, 65_536, 262_144):
+        assert expected.speed("pool", n) > expected.speed("pool", n, "4")
     assert expected.speed("q4_0", 1024) == expected.speed("q4_0", 32_768)
     assert all(expected.speed("f16", n) == 1 for n in (1024, 40_000, 1 << 20))
 
 
 def test_divergence_falls_with_the_pool_and_is_unknown_below_the_smallest() -> None:
-    assert expected.divergence(0.06) is None
-    assert expected.divergence(0.125, "q8_0") == pytest.approx({"prose": 0.0134, "code": 0.0051})
-    small, large = expected.divergence(0.07), expected.divergence(0.2)
-    assert small is not None
-    assert large is not None
-    assert all(large[text] < small[text] for text in small)
-    assert expected.divergence(0.9) == expected.divergence(0.281)
+    assert expected.divergence(0.06, "4") is None
+    assert expected.divergence(0.125, "2", "q8_0") is None, "it was not measured"
+    assert expected.divergence(0.125, "4", "q8_0") == pytest.approx({"prose": 0.0037, "code": 0.00065})
+    for bits in expected.BITS:
+        small, large = expected.divergence(0.07, bits), expected.divergence(0.1, bits)
+        assert small is not None
+        assert large is not None
+        assert all(large[text] < small[text] for text in small)
+        assert expected.divergence(0.9, bits) == expected.divergence(0.125, bits)
 
 
 @pytest.mark.skipif(any(d.gpu for d in devices()), reason="there is a GPU")
@@ -126,11 +157,41 @@ def test_the_full_f16_cache_is_taken_where_it_fits(context: str) -> None:
 
 def test_a_pool_is_as_large_as_fits() -> None:
     roomy = planned("--memory", "1200M", "-c", "128K")
-    tight = planned("--memory", "850M", "-c", "128K")
-    sizes = [ways(found)["pool"]["n_pool"] for found in (roomy, tight)]
-    assert sizes[0] > sizes[1]
+    tight = planned("--memory", "900M", "-c", "128K")
+    pools = [ways(found)["pool"] for found in (roomy, tight)]
+    assert pools[0]["n_pool"] > pools[1]["n_pool"]
+    assert {pool["options"]["coarse"] for pool in pools} == {"4"}
     assert not ways(tight)["f16"]["fits"]
-    assert ways(tight)["f16"]["lacking"]["GPU"] == ways(tight)["f16"]["gpu_bytes"] - (850 << 20)
+    assert ways(tight)["f16"]["lacking"]["GPU"] == ways(tight)["f16"]["gpu_bytes"] - (900 << 20)
+
+
+def test_a_pool_has_the_most_bits_that_fit() -> None:
+    """Rather a small pool with codes than a large one without; and the command and the label name them."""
+
+    def least(bits: str) -> int:
+        options = Options(n_ctx=131_072, pool=1024, split_mode="none", coarse=bits)
+        with pretending(4 * GIB, 8 * GIB):
+            return sum(need.total for need in needs(BUNDLED_MODEL, options)[0] if need.gpu) >> 20
+
+    for bits, fewer in zip(expected.BITS, (*expected.BITS[1:], "off"), strict=True):
+        args = ("--memory", f"{least(bits) + 1}M", "-c", "128K")
+        pool = ways(planned(*args))["pool"]
+        assert (pool["options"]["coarse"], pool["fits"]) == (bits, True)
+        assert f"--kvflash-coarse {bits}" in pool["command"]
+        label = f"pool {pool['n_pool'] // 1024}K, f16" + ("" if bits == "off" else f", {bits} bits")
+        assert label in good("plan", *args).stdout
+        assert any(need["coarse"] for need in pool["needs"]) == (bits != "off")
+        lossless = next(way for way in planned(*args)["ways"] if way["options"].get("mode"))
+        assert lossless["options"]["coarse"] == bits
+        assert ways(planned("--memory", f"{least(bits) - 1}M", "-c", "128K"))["pool"]["options"]["coarse"] == fewer
+
+
+def test_what_can_have_no_codes_has_a_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = loading.probe
+    for module in (loading, planning):
+        monkeypatch.setattr(module, "probe", lambda *given: replace(probe(*given), uncoded="it has none"))
+    pools = [way for way in planned("--memory", "4G", "-c", "128K")["ways"] if way["kind"] == "pool"]
+    assert {(way["n_pool"], way["options"]["coarse"]) for way in pools} == {(16_384, "off")}
 
 
 def too_small_for_q8_0(context: str) -> str:
@@ -157,8 +218,7 @@ def test_text_names_each_way_and_marks_the_one_to_take() -> None:
         "full, f16",
         "full, q4_0",
         "full, q8_0 in RAM",
-        "K, f16, lossless",
-        "short exact; long KLD",
+        " bits, lossless",
         "no: GPU",
         "KLD 0.0027",
     )
@@ -220,17 +280,24 @@ def test_one_may_pretend_within_pretending() -> None:
 
 
 def test_the_least_far_is_taken_of_what_fits() -> None:
-    """A larger pool in q8_0 rather than one in f16, a full q8_0 cache rather than a pool, and never RAM where there is another."""
+    """A pool in f16 with codes of 4 bits rather than a full q8_0 cache, that rather than other pools, codes rather than none, and never RAM
+    where there is another.
+    """
     n_ctx = 131_072
 
-    def offer(kind: str, type_k: str, n_pool: int | None = None, *, fits: bool = True) -> Offer:
-        return Offer(kind, {"type_k": type_k}, n_pool, (), {} if fits else {"GPU": 1})
+    def offer(kind: str, type_k: str, n_pool: int | None = None, bits: str = "4") -> Offer:
+        return Offer(kind, {"type_k": type_k, "coarse": bits}, n_pool, (), {})
 
     f16, q8, q4, ram = (
         offer(*kinds) for kinds in (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("RAM", "q8_0"))
     )
-    small, large = offer("pool", "f16", 8192), offer("pool", "q8_0", 16_384)
-    ranked = [f16, q8, large, small, offer("pool", "q8_0", 4096), offer("pool", "f16", 2048), ram]
+    best_pool, large, few = (
+        offer("pool", "f16", 16_384),
+        offer("pool", "q8_0", 16_384),
+        offer("pool", "f16", 16_384, "2"),
+    )
+    ranked = [f16, best_pool, q8, large, few, offer("pool", "q8_0", 4096), offer("pool", "f16", 2048)]
+    ranked += [offer("pool", "f16", 16_384, "off"), ram]
     for i, wanted in enumerate(ranked):
         assert best([q4, *ranked[:i:-1], wanted], n_ctx) is wanted
     same = [offer("pool", kind, 4096) for kind in ("f16", "q8_0")]

@@ -30,14 +30,16 @@ close to the full cache.
 It reads the metadata of a file, and loads no weights; -hf downloads the whole file before. No GPU is needed: --memory says what
 card is meant. The ways are the full cache in
 f16, q8_0 and q4_0, the full cache in RAM (llama.cpp's --no-kv-offload), pools, and lossless decoding through them. Memory is
-computed; speed and answers are those of the models that were measured (docs/results/choices.md), and yours may differ. The last
+computed; speed and answers are those of the models that were measured (docs/results/choices.md, coarse.md), and yours may differ. A
+pool has codes of all else, of 4 bits or, where these do not fit, of 2; where these do not, or a model can have none, it is alone. The last
 line is the command for the way to take: the full f16 cache if it fits, else the one whose answers are closest to it.
 
 \b
   full, q8_0              --kvflash off -ctk q8_0 -ctv q8_0
   full, q8_0 in RAM       the same, and --set kv_offload=false
-  pool 4K, f16            --kvflash 4K
-  pool 4K, f16, lossless  --kvflash 4K --kvflash-mode lossless
+  pool 4K, f16, 4 bits    --kvflash 4K --kvflash-coarse 4
+  pool 4K, f16            --kvflash 4K --kvflash-coarse off
+  pool 4K, f16, lossless  --kvflash 4K --kvflash-mode lossless, with codes or without
 
 \b
   kvflash plan model.gguf --memory 12G -c 128K
@@ -136,7 +138,7 @@ def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> No
     console.print(table)
     console.print(
         "speed: of an answer, times the full f16 cache's on the same GPU (8B shape, H100 and H200; pools: of 4,096 tokens). answers: exact as the full f16 cache's, or the mean"
-        " KL divergence of 256 tokens, prose and code (1.5B at 16K)",
+        " KL divergence of 256 tokens, prose and code (1.5B at 16K). bits: of codes of what is outside the pool",
         markup=False,
         soft_wrap=True,
     )
@@ -149,13 +151,15 @@ def _label(offer: Offer) -> str:
     """Return what a way is called in the table."""
     name = "full" if offer.n_pool is None else f"pool {offer.options['pool'] // 1024}K"
     kind = f"{offer.options.get('type_k', 'f16')}{' in RAM' if offer.kind == 'RAM' else ''}"
-    return f"{name}, {kind}{', lossless' if offer.lossless else ''}"
+    bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
+    return f"{name}, {kind}{bits}{', lossless' if offer.lossless else ''}"
 
 
 def _flags(offer: Offer) -> list[str]:
     """Return the options of the command line that make a way."""
     o = offer.options
     flags = ["--kvflash", "off" if o["pool"] == "off" else f"{o['pool'] // 1024}K"]
+    flags += ["--kvflash-coarse", o["coarse"]] if "coarse" in o else []
     flags += ["-ctk", o["type_k"], "-ctv", o["type_v"]] if "type_k" in o else []
     flags += ["--set", "kv_offload=false"] if "kv_offload" in o else []
     flags += ["--kvflash-mode", "lossless"] if offer.lossless else []
@@ -172,17 +176,16 @@ def _command(offer: Offer, path: Path, n_ctx: int, n_ubatch: int) -> str:
 def _speed(offer: Offer, n_ctx: int) -> str:
     if offer.lossless:
         return f"{number(expected.LOSSLESS[0])}-{number(expected.LOSSLESS[1])} x"
-    return f"{expected.speed(offer.kind, n_ctx):.2g} x"
+    return f"{expected.speed(offer.kind, n_ctx, offer.coarse):.2g} x"
 
 
 def _answers(offer: Offer, n_ctx: int) -> str:
     far = offer.divergence(n_ctx)
     if far is None:
-        return f"short exact; long not measured (pool of {100 * (offer.n_pool or n_ctx) / n_ctx:.1f} %)"
+        return f"not measured (pool of {100 * (offer.n_pool or n_ctx) / n_ctx:.1f} %)"
     if not any(far.values()):
         return "exact"
-    kld = f"KLD {far['prose']:.2g}, {far['code']:.2g}"
-    return kld if offer.n_pool is None or offer.lossless else f"short exact; long {kld}"
+    return f"KLD {far['prose']:.2g}, {far['code']:.2g}"
 
 
 def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
@@ -195,7 +198,7 @@ def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
         "fits": not offer.lacking,
         "lacking": offer.lacking,
         "needs": [asdict(need) for need in offer.needs],
-        "speed": None if offer.lossless else expected.speed(offer.kind, n_ctx),
+        "speed": None if offer.lossless else expected.speed(offer.kind, n_ctx, offer.coarse),
         "answers": _answers(offer, n_ctx),
         "kld": offer.divergence(n_ctx),
     }

@@ -40,12 +40,17 @@ class Offer:
         """Whether answers are the full cache's."""
         return self.options.get("mode") == "lossless"
 
+    @property
+    def coarse(self) -> str:
+        """Bits of the codes of what is outside a pool."""
+        return str(self.options.get("coarse", "off"))
+
     def divergence(self, n_ctx: int) -> dict[str, float] | None:
         """Return how far its long answers are from the full f16 cache's, as expected.divergence(); None: it was not measured."""
         kind = self.options.get("type_k", "f16")
         if self.n_pool is None or self.lossless:
             return expected.FULL_KLD[kind]
-        return expected.divergence(self.n_pool / n_ctx, kind)
+        return expected.divergence(self.n_pool / n_ctx, self.coarse, kind)
 
     def bytes_of(self, *, gpu: bool) -> int:
         """Return the bytes of the GPU's memory, or of RAM, with a full context."""
@@ -63,8 +68,7 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int = 512) -> l
             n_ctx, experts = n_ctx or model.n_ctx_train, has_experts(model)
         # all on the first GPU: more of them have more memory in all, but each holds its own layers
         cpu_moe = "auto" if experts else 0
-        # a GPU has no codes, whatever looks at the model here
-        base = Options(n_ctx=n_ctx, n_ubatch=n_ubatch, split_mode="none", n_cpu_moe=cpu_moe, coarse="off")
+        base = Options(n_ctx=n_ctx, n_ubatch=n_ubatch, split_mode="none", n_cpu_moe=cpu_moe)
         return list(_Look(path, base, gpu, ram).all())
 
 
@@ -72,13 +76,13 @@ def best(found: list[Offer], n_ctx: int) -> Offer | None:
     """Return the one to take of those that fit: the full f16 cache, else what is the least far from it, as far as measured,
     and the largest pool of those that were not; None if none fits.
 
-    q4_0 is never taken: with the model that was measured it breaks answers. The cache in RAM is taken last: it is slow.
-    Lossless decoding is for the user to choose.
+    A pool without codes is taken after what else fits, and the cache in RAM last: it is slow. q4_0 is never taken: with the model
+    that was measured it breaks answers. Lossless decoding is for the user to choose.
     """
 
-    def rank(offer: Offer) -> tuple[bool, float, int]:
-        far = offer.divergence(n_ctx)
-        return offer.kind == "RAM", sum(far.values()) if far else math.inf, -(offer.n_pool or n_ctx)
+    def rank(offer: Offer) -> tuple[bool, bool, float, int]:
+        far, uncoded = offer.divergence(n_ctx), offer.n_pool is not None and offer.coarse == "off"
+        return offer.kind == "RAM", uncoded, sum(far.values()) if far else math.inf, -(offer.n_pool or n_ctx)
 
     fit = [offer for offer in found if not offer.lacking and not offer.lossless and offer.kind != "q4_0"]
     return min(fit, key=rank, default=None)
@@ -102,14 +106,22 @@ class _Look:
                     yield self._offer("pool", {**pool.options, "mode": "lossless"})
 
     def _pool(self, kind: str) -> Offer | None:
-        """Return the largest pool that fits, else the smallest one; None if the context or the model has none."""
-        sizes = [size for size in POOLS if size < self._base.n_ctx]
+        """Return the largest pool that fits with the closest codes for which the smallest pool leaves memory; if none fits, the smallest
+        one without codes. None if the context or the model has none.
+        """
+        *larger, least = [size for size in POOLS if size < self._base.n_ctx] or [0]
         found = None
-        for size in sizes:
-            found = self._offer("pool", {"pool": size, **_types(kind)})
-            if not found.lacking:
-                break
-        return found if found and found.n_pool else None  # what cannot be pooled has the full cache
+        for bits in expected.BITS if least else ():
+            with suppress(UnsupportedError):  # codes that there cannot be
+                found = self._offer("pool", {"pool": least, "coarse": bits, **_types(kind)})
+                if found.n_pool is None:  # what cannot be pooled has the full cache
+                    return None
+                if not found.lacking:
+                    break
+        if found is None or found.lacking:
+            return found
+        tried = (self._offer("pool", {**found.options, "pool": size}) for size in larger)
+        return next((offer for offer in tried if not offer.lacking), found)
 
     def _in_ram(self) -> Offer:
         options = {"pool": "off", "kv_offload": False, **_types("q8_0")}
