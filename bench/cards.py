@@ -37,7 +37,8 @@ def taken(offer: Offer | None) -> list[str]:
     if offer is None:
         return ["-", "-"]
     pool = "full" if offer.n_pool is None else f"pool {offer.n_pool // 1024}K"
-    return [f"{pool}, {offer.options.get('type_k', 'f16')}", f"{offer.bytes_of(gpu=False) / 2**30:.1f}"]
+    bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
+    return [f"{pool}, {offer.options.get('type_k', 'f16')}{bits}", f"{offer.bytes_of(gpu=False) / 2**30:.1f}"]
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ def measure(path: Path, context: int, args: argparse.Namespace) -> Row:
     caches = {
         "full": KVFlash.from_file(path, n_ctx=context + turns, pool="off", n_threads=args.threads),
         "pool": KVFlash.from_file(
-            path, n_ctx=context + turns, pool=args.pool, policy="lru", prefill="pool", n_threads=args.threads
+            path, n_ctx=context + turns, pool=args.pool, policy="lru", coarse="off", prefill="pool", n_threads=args.threads
         ),
         "small": KVFlash.from_file(path, n_ctx=args.pool, pool="off", n_threads=args.threads),
     }
@@ -222,7 +222,7 @@ def clocked() -> Iterator[Clock]:
 def overhead(threads: int, n: int = 2048) -> None:
     """What Python adds to a decoded token: the wall clock of `generate`, less the time inside the library."""
     with (
-        KVFlash.from_file(BUNDLED_MODEL, n_ctx=8192, pool=1024, policy="lru", n_threads=threads) as kv,
+        KVFlash.from_file(BUNDLED_MODEL, n_ctx=8192, pool=1024, policy="lru", coarse="off", n_threads=threads) as kv,
         clocked() as clock,
     ):
         for _ in kv.generate([0] * 2048, max_tokens=1):

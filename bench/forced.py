@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from pyllama_kvflash import KVFlash, Sampling, Token
+from pyllama_kvflash.bench.grid import usual_coarse
 from pyllama_kvflash.bench.shapes import shape_file
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.engine import generation
@@ -120,6 +121,7 @@ def main() -> None:
             ways: list[tuple[str, dict[str, Any]]] = [("full", {"pool": "off"})]
             for policy, panes in itertools.product(args.policies, args.panes):
                 own = {"pool": args.pool, "panes": panes, "policy": policy, "mode": "lossless", "opening": 0}
+                own["coarse"] = usual_coarse(policy)
                 ways.append((f"{policy}, {panes} panes", own))
             base = None
             for name, own in ways:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash import KVFlash, Sampling, Token
+from pyllama_kvflash.bench.grid import usual_coarse
 from pyllama_kvflash.bench.prompts import Prompts
 from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, make_text
 from pyllama_kvflash.bench.steps import hardware
@@ -169,6 +170,7 @@ class Bench:
         self.pools: dict[tuple[str, int], KVFlash] = {}
         for policy, n in itertools.product(args.policies, args.pool):
             own = {"policy": policy, "pool": n, "panes": args.panes, "mode": "lossless"}
+            own["coarse"] = usual_coarse(policy)
             kv = KVFlash.from_file(args.model, **options, **own, **more)
             if args.drafts:
                 kv.decoder.lossless = Lossless(kv.sequence, kv.decoder.drafts, args.drafts)

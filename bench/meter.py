@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pyllama_kvflash import KVFlash, Sampling, Token
+from pyllama_kvflash.bench.grid import usual_coarse
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.options import Options
 
@@ -55,6 +56,7 @@ def main() -> None:
         "flash_attn": args.flash_attn,
         "opening": 0,
     }
+    own = {"policy": args.policy, "coarse": usual_coarse(args.policy), "pool": args.pool}
     sums: dict[float, list[list[float]]] = {share: [] for share in args.shares}
     for text in args.texts:
         data = text.read_text(errors="replace")
@@ -62,7 +64,7 @@ def main() -> None:
             part = data[len(data) * i // args.prompts :][: args.context * 8]
             found = []
             for share in args.shares:
-                with KVFlash.from_file(args.model, **options, policy=args.policy, pool=args.pool, meter=share) as kv:
+                with KVFlash.from_file(args.model, **options, **own, meter=share) as kv:
                     prompt = kv.tokenize(part)[: args.context - args.tokens - 16]
                     events = list(kv.generate(prompt, max_tokens=args.tokens, sampling=Sampling(temperature=0)))
                     found.append((share, [e.id for e in events if isinstance(e, Token)], events[-1].stats))  # type: ignore[union-attr]

@@ -57,7 +57,7 @@ def caches(pool: int, type_kv: str) -> list[Cache]:
         Cache("full, q4_0", full("q4_0")),
         Cache(f"full, {type_kv}", full(type_kv)),
         Cache(f"full, {type_kv}, --no-kv-offload", full(type_kv, kv_offload=False)),
-        Cache(f"pool {pool}, {type_kv}, lru", {**pooled, "policy": "lru"}),
+        Cache(f"pool {pool}, {type_kv}, lru", {**pooled, "policy": "lru", "coarse": "off"}),
         Cache(f"pool {pool}, {type_kv}, default", pooled),
     ]
 

@@ -84,7 +84,7 @@ def beside_decode(threads: int, n: int = 512, rounds: int = 5) -> list[str]:
     with contextlib.ExitStack() as stack:
         kvs = {
             policy: stack.enter_context(
-                KVFlash.from_file(BUNDLED_MODEL, n_ctx=40960, pool=2048, policy=policy, n_threads=threads)
+                KVFlash.from_file(BUNDLED_MODEL, n_ctx=40960, pool=2048, policy=policy, coarse="off", n_threads=threads)
             )
             for policy in ("lru", "qk")
         }

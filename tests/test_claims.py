@@ -58,7 +58,7 @@ FIGURES = {
         f"each layer chooses units of {fresh.UNIT} tokens, by its attention",
         f"on a GPU up to {sizing.AUTO_FULL >> 10}K tokens; beyond, a pool of half of the free device memory",
         f"of {sizing.AUTO_CAP >> 10}K tokens at most",
-        f"without codes of 4 bits the first {qk.n_opening} tokens of an answer",
+        f"beside codes of 4 bits, the first {qk.n_opening} tokens of an answer",
     ],
     "docs/SCORERS.md": [
         f"A pool holds some of a text's chunks ({usual.chunk} tokens each)",
@@ -73,7 +73,7 @@ FIGURES = {
         f"a chunk keeps {WORDS[round(5 * scorers.FADES)]} fifths of its last share",
         f"**At most {scorers.MOST_LAYERS} layers.**",
         f"exchanges at most `swaps` ({coded.n_swaps}) guests for a token",
-        f"With codes of 4 bits {'none' if coded.n_opening == 0 else 'some'} are",
+        f"With `fresh` and codes of 4 bits {'none' if coded.n_opening == 0 else 'some'} are",
         f"else the first {qk.n_opening} tokens of an answer",
     ],
     "docs/ARCHITECTURE.md": [
@@ -87,7 +87,7 @@ FIGURES = {
         f"A GPU's driver takes some {need.DRIVER // MIB} MiB for itself",
     ],
     "docs/SERVER.md": [
-        f"Without codes of 4 bits the first {qk.n_opening} tokens of an answer (`--set opening=N`)",
+        f"Unless policy `fresh` has codes of 4 bits, the first {qk.n_opening} tokens of an answer (`--set opening=N`)",
         f"1 to {openai_request.MAX_ANSWERS} answers",
         f"of up to {openai_request.MAX_LOGPROBS} others",
         f"`max_tokens` is {openai_request.LEGACY_MAX_TOKENS} unless given",

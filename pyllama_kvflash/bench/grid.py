@@ -74,6 +74,13 @@ class Variant:
         return cls(text, policy, options, control)
 
 
+def usual_coarse(policy: str) -> str:
+    """Return the `coarse` of a policy that does not say which: `fresh` and the default have codes, and others see the pool alone. So
+    what is compared is what chooses the pool.
+    """
+    return "auto" if policy in ("auto", "fresh") else "off"
+
+
 def _option(part: str, text: str) -> tuple[str, Any]:
     name, equals, value = part.partition("=")
     if not equals or name not in _SETTABLE or name in _FIXED:

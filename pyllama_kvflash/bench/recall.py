@@ -9,7 +9,7 @@ import numpy as np
 
 from pyllama_kvflash.bench.control import control_options
 from pyllama_kvflash.bench.demo import ask, positions
-from pyllama_kvflash.bench.grid import Variant, machine
+from pyllama_kvflash.bench.grid import Variant, machine, usual_coarse
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.needle import NeedlePrompt
@@ -40,8 +40,7 @@ def open_variant(path: Any, variant: Variant, n_ctx: int, pool: int, common: dic
     Answers are decoded through the pool from their first token on, and other policies than fresh see nothing outside it, since that
     is what variants are compared by, unless one says otherwise (opening=32, coarse=4). A control's pool holds all: see bench.control.
     """
-    coarse = "auto" if variant.policy == "fresh" else "off"
-    options = {"opening": 0, "coarse": coarse, **common, **variant.options, "n_ctx": n_ctx}
+    options = {"opening": 0, "coarse": usual_coarse(variant.policy), **common, **variant.options, "n_ctx": n_ctx}
     if variant.full:
         return KVFlash.from_file(path, **{**options, "pool": "off"})
     options["policy"] = Oracle() if variant.policy == "oracle" else variant.policy

@@ -201,6 +201,7 @@ def _compare(answers: list[Result], texts: list[list[int]], right: list[list[int
 def _open(bench: SpecBench, cell: Cell, way: Way) -> KVFlash:
     n_ctx = context(cell.text, bench.n_pool, cell.n) + max(bench.n_max) + 1
     options = {
+        "policy": "qk",
         "coarse": "off",
         **bench.common,
         "n_ctx": n_ctx,

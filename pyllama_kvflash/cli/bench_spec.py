@@ -23,7 +23,8 @@ SPEC_HELP = """Compare speculative with plain decoding in one run, with and with
 There are three texts. copy: a line that repeats itself, continued greedily. entropy: prose, continued at temperature 2
 with nothing cut off. needles: questions about codes in a document of four pools, answered greedily, one by one. Each
 way to draft runs beside plain decoding, some tokens of each in turn, and both open their model anew for every round.
-Results are medians over the rounds.
+Results are medians over the rounds. The pool is that of policy qk without codes, whose answers are the same whatever
+batch checks them; the default's may differ.
 
 Without MODEL.gguf, the bundled needle-7m runs with its drafter.
 

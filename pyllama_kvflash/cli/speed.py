@@ -35,11 +35,12 @@ and 40 layers, 10 of them attention with 2 KV heads of 256; tiny, tiny-hybrid an
 \b
   kvflash bench speed --shape tiny --contexts 1K,2K,4K --pools 1K --steps 128 -t 1    a first look, half a minute
   kvflash bench speed --shape 8b                                                      8K to 256K, on a GPU
-  kvflash bench speed model.gguf --pools 4K,16K --variants full,lru,fresh             with the default policy
+  kvflash bench speed model.gguf --pools 4K,16K --variants full,lru,fresh             with the default policy, and codes
   kvflash bench speed --shape 8b --contexts 256K --variants lru,lru/write_back=0      what writing records costs
 
 A variant is a policy, with options of its own after slashes: full, lru, qk/share=0/tau=64 (a schedule that does not
-look at the clock), full/type_k=f16 ... The variant lru/write_back=0 writes no records and so loses what leaves the
+look at the clock), full/type_k=f16 ... fresh has codes of what is outside the pool, of as many bits as fit; the others have
+none, unless as in lru/coarse=4. The variant lru/write_back=0 writes no records and so loses what leaves the
 pool: it shows what prefill could reach. Where layers cannot choose their chunks, fresh is left out of the default variants.
 
 It writes results.md, .csv, .json and a picture into a folder. What was measured on this machine is not measured again.
