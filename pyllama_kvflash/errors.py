@@ -12,6 +12,7 @@
     ├── SnapshotError           1   a snapshot is damaged, of something else, or cannot be written; the run continues
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
+    │   ├── AllocationError     1   the native library got no memory, of the host or of a device
     │   ├── BadLogitsError      1   the model's logits are NaN or infinite: no token can be chosen
     │   └── DeviceLostError     1   an RPC server is gone, and what it held
     └── Interrupted           130   stopped by the user; what was produced is kept
@@ -75,6 +76,10 @@ class OutputError(KVFlashError):
 
 class NativeError(KVFlashError):
     """The computation failed in the native library."""
+
+
+class AllocationError(NativeError):
+    """The native library got no memory, of the host or of a device."""
 
 
 class BadLogitsError(NativeError):

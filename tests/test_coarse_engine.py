@@ -25,7 +25,8 @@ from support.runs import TOKENS, Open, feed, logits_of, read
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.report import banner, closing_line, stats_table
-from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.errors import AllocationError, HostMemoryError, UsageError
+from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
 from pyllama_kvflash.policy.fresh import Heads
@@ -237,6 +238,28 @@ def test_who_has_them(opened: Open) -> None:
     assert opened(coarse="auto", policy="fresh").options.coarse == "4"
     assert opened(coarse="auto", pool="off").options.coarse == "off"
     assert opened("mamba", coarse="auto", pool="off").options.coarse == "off"
+
+
+def test_there_may_be_no_memory_for_them(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the text is lost: they are made with the next token."""
+    kv = opened(policy="fresh")
+    read(kv, 700)
+    put = Guests.put
+
+    def fails(*_: Any) -> None:
+        msg = "out of memory"
+        raise AllocationError(msg)
+
+    monkeypatch.setattr(Guests, "put", fails)
+    with pytest.raises(
+        HostMemoryError, match=r"no memory for the codes of [\d,]+ tokens \(out of memory\): use fewer bits"
+    ):
+        read(kv, 1500)
+    assert (kv.n_tokens, kv.stats().coarse_tokens) == (1500, 0)
+    monkeypatch.setattr(Guests, "put", put)
+    feed(kv, 1501)
+    kv.check_integrity()
+    assert kv.stats().coarse_tokens == 1472
 
 
 @pytest.mark.parametrize("options", [{"coarse": "3"}, {"coarse": "off"}, {"coarse": "2,4"}])

@@ -42,7 +42,7 @@ _ERRORS: dict[int, type[errors.KVFlashError]] = {
     lib.KVF_E_RECORD: errors.RecordError,
     lib.KVF_E_STATE: errors.PoolError,
     lib.KVF_E_MODEL: errors.ModelError,
-    lib.KVF_E_MEMORY: errors.NativeError,
+    lib.KVF_E_MEMORY: errors.AllocationError,
     lib.KVF_E_BACKEND: errors.NativeError,
     lib.KVF_E_ABORTED: errors.Interrupted,
     lib.KVF_E_LOST: errors.DeviceLostError,

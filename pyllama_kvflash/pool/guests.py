@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.errors import HostMemoryError
+from pyllama_kvflash.errors import AllocationError, HostMemoryError
 from pyllama_kvflash.native import Context, Record
 from pyllama_kvflash.native.guests import UNIT, Guests
 from pyllama_kvflash.policy import Ledger
@@ -80,11 +80,11 @@ class GuestRoom:
         parts = [range(i, i + each) for i in range(0, n_layer, each)]
         try:
             deque(self._threads.map(lambda layers: self.native.put(layers, have, records), parts), maxlen=0)
-        except MemoryError:
+            self.native.cover(have, records)
+        except AllocationError as err:
             n_tokens = f"{n * self._ledger.chunk:,} tokens"
-            msg = f"no host memory for the codes of {n_tokens}: use fewer bits (`coarse` 2), or none"
+            msg = f"there is no memory for the codes of {n_tokens} ({err}): use fewer bits (`coarse` 2), or none"
             raise HostMemoryError(msg) from None
-        self.native.cover(have, records)
 
     def restore(self, n: int, n_known: int, codes: Sequence[Record]) -> None:
         """Put back the codes of the first n chunks, which have their records. codes: from saved_codes(), of as many or more.
