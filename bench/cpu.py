@@ -78,7 +78,13 @@ def measure(path: Path, context: int, args: argparse.Namespace) -> Row:
     caches = {
         "full": KVFlash.from_file(path, n_ctx=context + turns, pool="off", n_threads=args.threads),
         "pool": KVFlash.from_file(
-            path, n_ctx=context + turns, pool=args.pool, policy="lru", coarse="off", prefill="pool", n_threads=args.threads
+            path,
+            n_ctx=context + turns,
+            pool=args.pool,
+            policy="lru",
+            coarse="off",
+            prefill="pool",
+            n_threads=args.threads,
         ),
         "small": KVFlash.from_file(path, n_ctx=args.pool, pool="off", n_threads=args.threads),
     }
