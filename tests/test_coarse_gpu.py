@@ -4,7 +4,7 @@ Codes are the same, bytes for bytes. Both round queries and weights to bytes, of
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,13 @@ KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|far|near|words|coded|enco
 Tables = npt.NDArray[np.int32]
 
 
-def run(case: Case, **options: Any) -> tuple[Logits, Tables]:
-    """Logits of the steps, and the units of each layer at their end."""
+def run(case: Case, *, placed: bool = True, **options: Any) -> tuple[Logits, Tables]:
+    """Logits of the steps, and the units of each layer at their end. placed: the first token has the same guests wherever it runs."""
     made = coarse_run(case, late=1, **options)
     with made.run as run:
+        units = made.guests.tables()[1]
+        if units.size and placed:
+            made.guests.place(np.tile(4 + np.arange(units.shape[1], dtype=np.int32), (len(units), 1)))
         return steps(run), made.guests.tables()[1]
 
 
@@ -178,22 +181,17 @@ def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: P
 LATE = "rows that are not there yet"  # with MLA keys are values, too, and come alone
 MUTANTS = {
     "another mean": (
-        "mean_of(c, a.codes[0][task.seq], segment * (SEGMENT / UNIT), task.head)",
-        "mean_of(c, a.codes[0][task.seq], 0, 0)",
+        "mean_of(c, m.codes[0], segment * (SEGMENT / UNIT), task.head)",
+        "mean_of(c, m.codes[0], 0, 0)",
     ),
-    "guests in both sums": ("i < task.n_fill; i += blockDim.x", "i < task.n_fill && false; i += blockDim.x"),
+    "guests in both sums": ("slot < task.n_fill ? table[slot] : -1;", "-1;"),
     "the scale of another position": (
-        "scales = keys.scales + slot * UNIT + g % 4 * 4;",
-        "scales = keys.scales + slot * UNIT;",
+        "of_k = m.codes[0].scales + slot * UNIT + pos_of(g);",
+        "of_k = m.codes[0].scales + slot * UNIT;",
     ),
-    "values by the tops of another piece": (
-        "factor[j]         = exp2f(its.values_top[j] - top[j]);",
-        "factor[j]         = 1;",
-    ),
-    "weights of another query": (
-        "{weights[g * LINE + i % PAIRS * 8 + t]",
-        "{weights[(g ^ 1) * LINE + i % PAIRS * 8 + t]",
-    ),
+    "what another query's weights add": ("-scale * piece.total[j];", "-scale * piece.total[0];"),
+    "weights of another query": ("turned(halves(y[e][0] * by, y[e][1] * by));", "halves(y[e][0] * by, y[e][1] * by);"),
+    "values of another position": ("read_words(from + 32);", "read_words(from + 16);"),
     "the mean of nobody": ("{x * by[0], x * by[1], y * by[0], y * by[1]}", "{}"),
     "no rotation back": ("if (tid < 32) { hadamard_powers(x, c.d); }", ""),
     "the pool without its guests": ("(p.n_chunk / UNIT) + task.n_fill;", "(p.n_chunk / UNIT);"),
@@ -204,24 +202,46 @@ MUTANTS = {
     "values of another cell": ("rows.four<type>(4 * c + t,", "rows.four<type>(4 * c + (t ^ 1),"),
     "the pool by the tops of the last cells": ("factor[j] = exp2f(its.top[j] - top);", "factor[j] = 1;"),
     LATE: ("alone ? copied<0>() : copied<1>();", "copied<1>();"),
-    "codes of rows that are not divided": ("k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1", "1.0f"),
-    "slots without their rows": ("fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);", ""),
+    "codes of rows that are not divided": ("__fdiv_rn(1, to.factors[head * k.d + e])", "1.0f"),
 }
 
 
-def mutated(folder: Path, old: str, new: str) -> Path:
-    (name,) = (f.name for f in SOURCES.glob("kvflash-*.cu*") if old in f.read_text())
+def mutated(folder: Path, *changes: tuple[str, str]) -> Path:
+    texts = {f.name: f.read_text() for f in SOURCES.glob("kvflash-*.cu*")}
+    names = [next(name for name, text in texts.items() if old in text) for old, _ in changes]
+    assert all(sum(text.count(old) for text in texts.values()) == 1 for old, _ in changes)
 
-    def change(text: str) -> str:
-        assert text.count(old) == 1, old
-        return text.replace(old, new)
+    def change(name: str) -> Callable[[str], str]:
+        its = [c for c, n in zip(changes, names, strict=True) if n == name]
+        return lambda text: reduce(lambda done, c: done.replace(*c), its, text)
 
-    return build_kernels(folder, {name: change})
+    return build_kernels(folder, {name: change(name) for name in names})
 
 
 @pytest.mark.nightly(KERNELS)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_seen(case_of: Callable[..., Case], tmp_path: Path, name: str) -> None:
     case = case_of("deepseek2" if name == LATE else "qwen3")
-    off, _ = both(case, mutated(tmp_path, *MUTANTS[name]), bits=(4, 4), n_blocks=4)
+    off, _ = both(case, mutated(tmp_path, MUTANTS[name]), bits=(4, 4), n_blocks=4)
     assert not off < NEAR  # NaN, too
+
+
+@pytest.mark.nightly(KERNELS)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_logits_rise(case_of: Callable[..., Case], tmp_path: Path, is_right: bool) -> None:
+    """Whenever one is larger than those before it, what is relative to these is so again."""
+    wrong = [] if is_right else [("first ? 1 : exp2f(-by[j])", "1")]
+    off, _ = both(case_of("qwen3"), mutated(tmp_path, ("LEAD       = 8;", "LEAD       = 0;"), *wrong), bits=(4, 4))
+    assert (off < NEAR) == is_right
+
+
+@pytest.mark.nightly(KERNELS)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_free_slots_are_filled(case_of: Callable[..., Case], library: Path, tmp_path: Path, is_right: bool) -> None:
+    """With any units and their rows. The CPU leaves them free, and exchanges soon make up for it: so the first steps tell."""
+    fetch = "fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);"
+    options: dict[str, Any] = {"bits": (4, 4), "n_blocks": 4, "placed": False}
+    want, _ = run(case_of("qwen3"), **options)
+    with host_kernels(library if is_right else mutated(tmp_path, (fetch, ""))):
+        got, _ = run(case_of("qwen3"), **options)
+    assert (apart(got[:8], want[:8]) < 4 * NEAR) == is_right

@@ -11,9 +11,7 @@ from pyllama_kvflash.native import Layer
 Floats = npt.NDArray[np.float32]
 
 UNIT, SEGMENT = 16, 4096
-MIDDLE = np.float32(63.5)
-HALVES = {4: (2.5, 7.5, 12.5, 18.5, 24.5, 31.5, 40.5, 53.5), 2: (17.5, 58.5)}
-STEPS = {4: np.float32(19.56), 2: np.float32(38.73)}  # of a standard deviation
+STEPS = {4: np.float32(0.3352), 2: np.float32(0.9957)}  # of a standard deviation
 
 
 def width_of(d: int) -> int:
@@ -21,9 +19,8 @@ def width_of(d: int) -> int:
 
 
 def levels(bits: int) -> Floats:
-    """Of each code, less MIDDLE."""
-    half = HALVES[bits]
-    return np.array([*(-x for x in half[::-1]), *half], np.float32)
+    """Of each code, in steps."""
+    return np.arange(1 << bits, dtype=np.float32) - np.float32(((1 << bits) - 1) / 2)
 
 
 def blocks_of(d: int) -> list[int]:
@@ -81,11 +78,8 @@ def encoded(x: Floats, bits: int, *, spreads: bool) -> Coded:
     turned = (x / spread) @ turn.T
     mean = (np.mean(x.astype(np.float64), 0) / spread) @ turn.T
     y = turned - mean
-    scales = (np.sqrt(np.mean(y**2, -1)) / STEPS[bits]).astype(np.float16).astype(np.float32)
-    half = np.array(HALVES[bits])
-    found = np.searchsorted(
-        np.concatenate([-(half[1:] + half[:-1])[::-1] / 2, [0], (half[1:] + half[:-1]) / 2]), y / scales[..., None]
-    )
+    scales = (np.sqrt(np.mean(y**2, -1)) * STEPS[bits]).astype(np.float16).astype(np.float32)
+    found = np.clip(np.floor(y / scales[..., None]) + (1 << bits - 1), 0, (1 << bits) - 1)
     pad = [(0, 0), (0, 0), (0, width - d)]
     means = np.pad(mean[None], pad).astype(np.float32)
     return Coded(spread.astype(np.float32), means, scales, np.pad(found, pad).astype(np.uint8), bits, d)

@@ -3,17 +3,30 @@
 
 #include "kvflash-near.cuh"
 
-// which units the pool has, by one block
+// which units the pool has, by one block: those that are common, and then the guests
 static __device__ void read_taken(const kvf_gpu_layer & p, const asked & ask, const attend_task & task, uint32_t * taken) {
+    constexpr uint32_t EARLY = 4; // guests of a thread that are on their way meanwhile
+
+    const int32_t * table = p.guests[task.seq].table;
+    int32_t         first[EARLY];
+#pragma unroll
+    for (uint32_t i = 0; i < EARLY; ++i) {
+        const uint32_t slot = threadIdx.x + i * blockDim.x;
+        first[i]            = slot < task.n_fill ? table[slot] : -1;
+    }
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < (task.n_unit + 31) / 32; i += blockDim.x) {
         taken[i] = ask.bits(task.seq)[i];
     }
     __syncthreads();
+    const auto add = [&](uint32_t u) { atomicOr(&taken[u / 32], 1u << u % 32); };
+#pragma unroll
+    for (uint32_t i = 0; i < EARLY; ++i) {
+        if (first[i] >= 0) { add(first[i]); }
+    }
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < task.n_fill; i += blockDim.x) {
-        const uint32_t u = p.guests[task.seq].table[i];
-        atomicOr(&taken[u / 32], 1u << u % 32);
+    for (uint32_t i = threadIdx.x + EARLY * blockDim.x; i < task.n_fill; i += blockDim.x) {
+        add(table[i]);
     }
 }
 
@@ -67,7 +80,7 @@ template <uint32_t BITS_V>
 static __device__ void put_values(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
         uint32_t segment, const attend_memory & m) {
     const auto &  c     = a.coding[1];
-    const float * means = segment == ~0u ? nullptr : mean_of(c, a.codes[1][task.seq], segment * (SEGMENT / UNIT), task.head);
+    const float * means = segment == ~0u ? nullptr : mean_of(c, m.codes[1], segment * (SEGMENT / UNIT), task.head);
 #pragma unroll 1
     for (uint32_t k = threadIdx.x; k < at.n_value / 16 * 32; k += blockDim.x) {
         const uint32_t q = 2 * (k % 4), place = k / 32 * 16 + k % 32 / 4;
@@ -130,23 +143,28 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant
         far_sums sums;
         uint32_t segment = ~0u;
         __syncthreads();
+        if (threadIdx.x < 2 && far) { m.codes[threadIdx.x] = a.codes[threadIdx.x][seq]; }
         for (uint32_t k = threadIdx.x; (far || a.whole) && k < at.n_warp * COLS / 4 * at.n_value; k += blockDim.x) {
             values_of(at, 0)[k] = {};
         }
         if (far) {
             const far_range range(at, task);
             segment = range.segment;
-            range.begin(a, task);
+            read_queries(a, at, task, q);
             read_taken(p, ask, task, &shared<uint32_t>(at.taken));
+            range.begin(a, task, m);
 #pragma unroll 1
             for (uint32_t j = threadIdx.x / 32; j < COLS; j += at.n_warp) {
-                prepare_query<BITS_K>(a, at, task, q, j, m);
+                prepare_query<BITS_K>(a, at, task, j, m);
             }
             __syncthreads();
             attend_far<BITS_K, BITS_V>(a, at, task, of_row, range, m, sums);
         } else {
-            plain_queries(a, task, q, &shared<uint2>(at.rotated));
-            attend_pool(a, at, ask, task, of_row, sums);
+            for (uint32_t kind = threadIdx.x / 32; kind < 2; kind += at.n_warp) {
+                describe_rows(a, at, task.head, kind, m.rows[kind]);
+            }
+            plain_queries(a, task, q, &shared<uint2>(at.queries));
+            attend_pool(a, at, ask, task, of_row, m, sums);
         }
         keep_sums(sums, m);
         sum_up(a, at, task, tokens, of_row, m);
@@ -280,10 +298,10 @@ static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kv
     float * const x = &shared<float>(at.values);
     if (tid < 32) { hadamard_powers(x, c.d); }
     __syncthreads();
-    const float * spread = a.codes[1][seq].spread + kv_head * c.d;
+    const float * factors_back = a.codes[1][seq].factors + kv_head * c.d;
 #pragma unroll 1
     for (uint32_t e = tid; e < c.d; e += MIX) {
-        x[e] *= factor_of(c, spread, e);
+        x[e] *= factors_back[e];
     }
     if (c.n_rot) { hadamard(x, c.width, 1, c.d / c.n_rot, c.n_rot); }
     __syncthreads();

@@ -7,15 +7,13 @@
 #include "kvflash-coded.cuh"
 
 static constexpr uint32_t COLS  = kvf_gpu_attend::COLUMNS;      // queries of a product
-static constexpr uint32_t PIECE = 8, N_POS = PIECE * UNIT;      // units and positions whose weights have one scale
-static constexpr uint32_t PAIRS      = PIECE / 2;               // a product has two units
-static constexpr uint32_t LINE       = N_POS / 4 + 4;           // words from query to query: in other banks
-static constexpr uint32_t STEPS      = 4;                       // products of keys, of which the words are read together
-static constexpr uint32_t LOGITS     = PAIRS * 8 * 32;          // of a piece: eight of each lane for a pair of units
+static constexpr uint32_t PAIRS = 4;                            // of units, whose weights a warp has at once
+static constexpr uint32_t STEPS = 4;                            // products of keys, of which the words are read together
 static constexpr uint32_t MOST_WARPS = AT / 32;                 // of a block
 static constexpr uint32_t AT_ONCE    = kvf_gpu_attend::AT_ONCE; // values whose sums a warp has in registers
-static constexpr float    MIDDLE = 63.5f, MOST_BYTE = 127;
-static constexpr float    LITTLE = 1.0f / 16384; // of the weights so far: a piece with less has the mean for its values
+static constexpr float    MOST_BYTE  = 127;
+static constexpr float    LITTLE     = 1.0f / 16384; // of the weights so far: a piece with less has the mean for its values
+static constexpr float    LEAD       = 8;            // by how much a logit may pass the largest before it: 2^16 is no half
 
 //
 // products
@@ -26,7 +24,9 @@ static constexpr float    LITTLE = 1.0f / 16384; // of the weights so far: a pie
 static __device__ uint4 read_words(const uint8_t * at) {
 #ifdef __CUDA_ARCH__
     uint4 res;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(res.x), "=r"(res.y), "=r"(res.z), "=r"(res.w) : "l"(at));
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(res.x), "=r"(res.y), "=r"(res.z), "=r"(res.w)
+                 : "l"(at));
     return res;
 #else
     return *(const uint4 *) at;
@@ -41,6 +41,42 @@ static __device__ uint2 read_scales(const uint16_t * at) {
     return res;
 #else
     return *(const uint2 *) at;
+#endif
+}
+
+// bytes, which are aligned. They are there after landed()
+template <uint32_t SIZE> static __device__ void copy_piece(void * dst, const void * src) {
+#ifndef __CUDACC__
+    kvf_copy_later(dst, src, SIZE);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const uint32_t to = (uint32_t) __cvta_generic_to_shared(dst);
+    if (SIZE == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(src) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(src), "n"(SIZE) : "memory");
+    }
+#else
+#pragma unroll
+    for (uint32_t i = 0; i < SIZE; i += 4) {
+        *(uint32_t *) ((char *) dst + i) = *(const uint32_t *) ((const char *) src + i);
+    }
+#endif
+}
+
+static __device__ void copies_begun() {
+#ifndef __CUDACC__
+    kvf_copies_begun();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// all copies of a thread, but for those between the last N calls of copies_begun()
+template <uint32_t N> static __device__ void landed() {
+#ifndef __CUDACC__
+    kvf_copied(N);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }
 
@@ -86,6 +122,19 @@ static __device__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_
 #endif
 }
 
+// a matrix of 8 rows of 8 halves, turned: a lane has columns 2*t and 2*t + 1 of row g
+static __device__ uint32_t turned(uint32_t its) {
+#ifndef __CUDACC__
+    return kvf_turned(its);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+    uint32_t res;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(res) : "r"(its));
+    return res;
+#else
+    return its;
+#endif
+}
+
 static __device__ uint32_t halves(float a, float b) {
     const half2 both = __floats2half2_rn(a, b);
     uint32_t    res;
@@ -105,61 +154,93 @@ struct attend_task {
     __device__ bool     has(uint32_t column) const { return column >= from && column < end; }
 };
 
-// of each warp, at its end: the largest logit, the sum of the weights, relative to what its sums of values are, and the sum
-// of the weights whose values have the mean of a segment, too
-struct attend_memory {
-    float   unit[COLS];
-    int32_t middle[COLS];
-    float   top[MOST_WARPS][COLS], sum[MOST_WARPS][COLS], values_top[MOST_WARPS][COLS], about[MOST_WARPS][COLS];
-    float   by[MOST_WARPS][COLS];
-    float   all_top[COLS], all_sum[COLS], all_about[COLS];
-    float * part[COLS]; // where it goes; null: a query does not count
+// a head's bytes of the rows of some cells: of keys, or of values
+struct pool_rows {
+    const char * from;
+    uint64_t     stride;
+    int32_t      type;
+    uint32_t     n, size;    // bytes; those that are copied at once, 1: nothing is aligned
+    uint32_t     shift;      // where those of the head begin
+    uint32_t     first;      // and its first value among these
+    uint32_t     room;       // from row to row in shared memory
+    uint32_t     more, rest; // from piece to piece of a lane
+    uint16_t     row[32], i[32]; // of each lane's first piece: its row, and which one of that
 };
 
+// what a block knows. Of each warp, at its end: the largest logit, the sum of the weights, relative to what its sums of
+// values are, and the sum of the weights whose values have the mean of a segment, too
+struct attend_memory {
+    kvf_gpu_codes codes[2]; // of the sequence
+    pool_rows     rows[2];
+    float         unit[COLS], middle[COLS];
+    float         top[MOST_WARPS][COLS], sum[MOST_WARPS][COLS], values_top[MOST_WARPS][COLS], about[MOST_WARPS][COLS];
+    float         by[MOST_WARPS][COLS];
+    float         all_about[COLS];
+    float *       part[COLS]; // where it goes; null: a query does not count
+};
+
+// what a block shares. Of codes and of the pool each has its own, in the same place
 struct attend_places {
     uint32_t n_warp, n_value, room[2]; // sums of a query; bytes from row to row of the pool: keys, values
-    size_t   words, rotated, weights, values, rows, taken, end;
+    size_t   values, taken, words, factors, rotated, weights;
+    size_t   queries, rows, each, end; // of the pool: what a warp has, weights first
 
     KVF_BOTH attend_places(const kvf_gpu_attend & a, uint32_t n_warp) : n_warp(n_warp) {
         const auto & k = a.coding[0];
         n_value        = a.n_value();
         room[0]        = a.rows[0].room;
         room[1]        = a.p.v.n_run > 0 ? a.rows[1].room : 0;
-        words          = GGML_PAD(sizeof(attend_memory), 16);
-        rotated        = words + n_step(k) * 32 * sizeof(uint2); // or the queries as halves, where the pool is attended to
-        weights        = rotated + sizeof(float) * COLS * GGML_PAD(k.width, 16);
-        values         = weights + n_warp * COLS * LINE * sizeof(uint32_t);
-        rows           = values + n_warp * COLS * n_value * sizeof(float); // or logits
-        const size_t of_pool = UNIT * (room[0] + room[1]), of_far = LOGITS * sizeof(float);
-        taken = rows + n_warp * (of_pool > of_far ? of_pool : of_far);
-        end   = taken + (a.p.ask.n_unit + 31) / 32 * sizeof(uint32_t);
+        values         = GGML_PAD(sizeof(attend_memory), 16);
+        taken          = values + n_warp * COLS * n_value * sizeof(float);
+        words          = taken + GGML_PAD((a.p.ask.n_unit + 31) / 32 * sizeof(uint32_t), 16);
+        factors        = words + n_step(k) * 32 * sizeof(uint2);
+        rotated        = factors + GGML_PAD(k.width, 16) * sizeof(float);
+        weights        = rotated + COLS * GGML_PAD(k.width, 16) * sizeof(float);
+        queries        = words;
+        rows           = queries + (k.d + 15) / 16 * 32 * sizeof(uint2);
+        each           = COLS * UNIT * sizeof(uint16_t) + UNIT * (room[0] + room[1]);
+
+        const size_t of_far = weights + n_warp * PAIRS * 32 * sizeof(uint4), of_pool = rows + n_warp * each;
+        end = of_far > of_pool ? of_far : of_pool;
     }
+
+    __device__ uint32_t room_of(bool values) const { return values ? room[1] : room[0]; } // registers are not indexed
 
     // products of a position's key, of which a lane has STEPS at once
     static KVF_BOTH uint32_t n_step(const kvf_gpu_coding & c) { return (c.width + 32 * STEPS - 1) / (32 * STEPS) * STEPS; }
 };
 
-// the column of values that a lane has in a step, and the word in which it is
-template <uint32_t N_BIT> static __device__ uint32_t word_in(uint32_t step, uint32_t t) {
-    return N_BIT == 2 ? step / 2 * 4 + t : step * 4 + t;
-}
-template <uint32_t N_BIT> static __device__ uint32_t column_in(uint32_t step, uint32_t t) {
-    return N_BIT == 2 ? 2 * word_in<2>(step, t) + step % 2 : step * 4 + t;
-}
-
 static __device__ float query_of(const kvf_gpu_queries & q, uint32_t row, uint32_t head, uint32_t i) {
     return ((const float *) (q.data + row * q.row + head * q.head))[i];
 }
 
+// queries as they are, and by what they are multiplied: on their way
+static __device__ void read_queries(
+        const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, const kvf_gpu_queries & q) {
+    const auto &  c       = a.coding[0];
+    const float * factors = a.codes[0][task.seq].factors + task.head * c.d;
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < (task.end - task.from) * c.width; i += blockDim.x) {
+        const uint32_t j = task.from + i / c.width, e = i % c.width;
+        (&shared<float>(at.rotated))[j * c.width + e] = e < c.d ? query_of(q, task.row_of(j), task.head_of(j), e) : 0;
+    }
+#pragma unroll 1
+    for (uint32_t e = threadIdx.x; e < c.d; e += blockDim.x) {
+        (&shared<float>(at.factors))[e] = factors[e];
+    }
+}
+
 // A query rotated, as bytes, by a warp. words: [step][query][t][2]. one that does not count is nothing
 template <uint32_t N_BIT>
-static __device__ void prepare_query(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
-        const kvf_gpu_queries & q, uint32_t j, attend_memory & m) {
-    const auto &   c      = a.coding[0];
-    const float *  spread = a.codes[0][task.seq].spread + task.head * c.d;
-    const uint32_t lane   = threadIdx.x % 32;
-    float * const  x      = &shared<float>(at.rotated) + j * c.width;
-    uint32_t *     words  = &shared<uint32_t>(at.words) + j * 8;
+static __device__ void prepare_query(
+        const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t j, attend_memory & m) {
+    constexpr uint32_t EACH = 4 / N_BIT; // products with the same words
+
+    const auto &   c       = a.coding[0];
+    const float *  factors = &shared<float>(at.factors);
+    const uint32_t lane    = threadIdx.x % 32;
+    float * const  x       = &shared<float>(at.rotated) + j * c.width;
+    uint32_t *     words   = &shared<uint32_t>(at.words) + j * 8;
     if (!task.has(j)) {
 #pragma unroll 1
         for (uint32_t i = lane; i < at.n_step(c) * 8; i += 32) {
@@ -168,17 +249,10 @@ static __device__ void prepare_query(const kvf_gpu_attend & a, const attend_plac
         if (lane == 0) { m.unit[j] = m.middle[j] = 0; }
         return;
     }
-#pragma unroll 2
-    for (uint32_t e = lane; e < c.width; e += 32) {
-        const float one = e < c.d ? query_of(q, task.row_of(j), task.head_of(j), e) : 0;
-        x[e]            = c.n_rot || e >= c.d ? one : one * factor_of(c, spread, e);
-    }
-    if (c.n_rot) {
-        hadamard_equal(x, c.d / c.n_rot, c.n_rot);
+    if (c.n_rot) { hadamard_equal(x, c.d / c.n_rot, c.n_rot); }
 #pragma unroll 4
-        for (uint32_t e = lane; e < c.d; e += 32) {
-            x[e] *= factor_of(c, spread, e);
-        }
+    for (uint32_t e = lane; e < c.d; e += 32) {
+        x[e] *= factors[e];
     }
     hadamard_powers(x, c.d);
 
@@ -193,19 +267,19 @@ static __device__ void prepare_query(const kvf_gpu_attend & a, const attend_plac
     __syncwarp();
 #pragma unroll 1
     for (uint32_t i = lane; i < at.n_step(c) * 8; i += 32) {
-        const uint32_t half = i % 2, t = i / 2 % 4, column = column_in<N_BIT>(i / 8, t);
+        const uint32_t step = i / 8, first = ((step / EACH * 4 + i % 8 / 2) * EACH + step % EACH) * 8 + i % 2 * 4;
         uint32_t       word = 0;
 #pragma unroll
-        for (uint32_t b = 0; b < 4 && column < c.width / 8; ++b) {
-            const int one = __float2int_rn(x[value_at<N_BIT>(column, half * 4 + b)] * factor);
+        for (uint32_t b = 0; b < 4 && first < c.width; ++b) {
+            const int one = __float2int_rn(x[first + b] * factor);
             word |= (uint32_t) (one & 255) << 8 * b;
             sum += one;
         }
-        words[i / 8 * COLS * 8 + i % 8] = word;
+        words[step * COLS * 8 + i % 8] = word;
     }
     sum = over_lanes(sum, add<float>);
     if (lane == 0) { // logits are of base 2
         m.unit[j]   = largest / MOST_BYTE * (LOG2E * a.p.scale);
-        m.middle[j] = __float2int_rn(MIDDLE * sum);
+        m.middle[j] = middle_of<N_BIT>() * sum;
     }
 }

@@ -17,61 +17,16 @@ static __device__ const float * mean_of(const kvf_gpu_coding & c, const kvf_gpu_
     return of.means + ((uint64_t) (u * UNIT / SEGMENT) * c.n_head + head) * c.width;
 }
 
-// bytes of a and b by the nibbles of `which`. the last bit of a nibble has its byte be the sign of what it names: of what is
-// below 128, none
-static __device__ uint32_t pick(uint32_t a, uint32_t b, uint32_t which) {
-#ifdef __CUDA_ARCH__
-    uint32_t res;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(res) : "r"(a), "r"(b), "r"(which));
-    return res;
-#elif defined(__CUDACC__)
-    return 0;
-#else
-    return kvf_pick(a, b, which);
-#endif
+// codes of a word that are N_BIT*f bits further on in each byte: of four values, as bytes
+template <uint32_t N_BIT> static __device__ uint32_t codes_in(uint32_t word, uint32_t f) {
+    return word >> N_BIT * f & 0x01010101u * ((1 << N_BIT) - 1);
 }
 
-// tables of levels, which stay in a thread's registers: a number that the compiler knows it makes anew for each use
-template <uint32_t N_BIT> struct level_tables {
-    uint32_t low, high;
-
-    __device__ level_tables() {
-        const uint32_t none = threadIdx.y; // of a row of threads: 0
-        low                 = (N_BIT == 2 ? 0x7a512e05 : 0x2720170a) + none;
-        high                = 0x524c4742 + none;
-    }
-};
-
-// Eight values of a position are a column. Their codes are the nibbles of a word, or of 2 bits in half of them; sub: which
-// half. The levels of four of them, looked up in registers
-template <uint32_t N_BIT>
-static __device__ uint32_t levels_of(const level_tables<N_BIT> & of, uint32_t codes, uint32_t sub, uint32_t half) {
-    if (N_BIT == 2) { return pick(of.low, 0, (codes >> 2 * sub & 0x33333333) >> 16 * half); }
-    const uint32_t which = codes >> 16 * half; // those below 8, and the others
-    return pick(of.low, 0x3d38332d, which) | pick(of.high, 0x75685f58, which ^ 0x8888);
-}
+template <uint32_t N_BIT> static __device__ constexpr float middle_of() { return (1 << (N_BIT - 1)) - 0.5f; }
 
 static __device__ float half_of(uint32_t both, uint32_t i) {
     const __half_raw x = {(uint16_t) (both >> 16 * i)};
     return __half2float(x);
-}
-
-// which value of a row the i-th of a column is
-template <uint32_t N_BIT> static __device__ uint32_t value_at(uint32_t column, uint32_t i) {
-    return N_BIT == 2 ? column / 2 * 16 + column % 2 * 4 + i % 2 * 8 + i / 2 : column * 8 + i % 2 * 4 + i / 2;
-}
-
-// a sign for each value, as in kvflash-codes.cpp
-static __device__ __noinline__ float sign_of(uint32_t i) {
-    uint64_t x = (i + 1) * 0x9e3779b97f4a7c15ull;
-    x          = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
-    x          = (x ^ x >> 27) * 0x94d049bb133111ebull;
-    return (x ^ x >> 31) & 1 ? 1.0f : -1.0f;
-}
-
-// by what the i-th value of a head is multiplied before it is rotated, or afterwards. spread: of the head
-static __device__ float factor_of(const kvf_gpu_coding & c, const float * spread, uint32_t i) {
-    return (c.divided ? spread[i] : 1) * sign_of(i);
 }
 
 // Hadamard's matrix of 32*N values, by one warp: a lane has every 32nd. (sums of pairs in shared memory would wait for it 14

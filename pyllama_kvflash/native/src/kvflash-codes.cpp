@@ -1,6 +1,6 @@
 // rows in a few bits, and products with them, see kvflash-codes.h
 
-#include "kvflash-levels.h"
+#include "kvflash-codes.h"
 
 #include "ggml.h"
 
@@ -169,16 +169,13 @@ void kvf_codes::begin(const std::vector<moments> & segments, bool spreads) {
 
 // the codes of lanes, x times `factor` in steps. no vector is an argument: clones take those in other registers
 KVF_CLONES
-static void encode(
-        const lanes_f * x, uint32_t n, const lanes_f & factor, const float * half, uint32_t n_half, uint8_t * dst) {
+static void encode(const lanes_f * x, uint32_t n, const lanes_f & factor, int32_t n_half, uint8_t * dst) {
+    const lanes_f most = lanes_f{} + (float) (n_half - 1);
     for (uint32_t i = 0; i < n; ++i, dst += LANES) {
         const lanes_f y     = x[i] * factor;
         const lanes_f size  = y < 0 ? -y : y;
-        lanes_i       above = {};
-        for (uint32_t j = 0; j + 1 < n_half; ++j) {
-            above -= size > 0.5f * (half[j] + half[j + 1]); // true is -1
-        }
-        const lanes_i code = y < 0 ? (int32_t) n_half - 1 - above : (int32_t) n_half + above;
+        const lanes_i above = __builtin_convertvector(size < most ? size : most, lanes_i);
+        const lanes_i code  = y < 0 ? n_half - 1 - above : n_half + above;
         for (uint32_t l = 0; l < LANES; ++l) {
             dst[l] = code[l];
         }
@@ -186,7 +183,6 @@ static void encode(
 }
 
 void kvf_codes::put(uint32_t pos, const float * rows, uint32_t n) {
-    const auto &   lv    = kvf_levels_of(n_bit);
     const uint32_t first = pos / UNIT, n_unit = n / UNIT, each = 8 / n_bit; // values in a byte
     grow(first + n_unit);
 
@@ -213,18 +209,18 @@ void kvf_codes::put(uint32_t pos, const float * rows, uint32_t n) {
             lanes_f    factor = {};
             uint16_t * scale  = scales.data() + slot(u, h) * UNIT;
             for (uint32_t l = 0; l < LANES; ++l) {
-                scale[l]        = ggml_fp32_to_fp16(std::min(sqrtf(power[l] / d) / lv.steps, 65504.0f));
+                scale[l]        = ggml_fp32_to_fp16(std::min(sqrtf(power[l] / d) * step(), 65504.0f));
                 const float its = ggml_fp16_to_fp32(scale[l]);
                 factor[l]       = its > 0 ? 1 / its : 0;
             }
-            encode(x.data(), width, factor, lv.half, lv.n_half, code.data());
+            encode(x.data(), width, factor, n_half(), code.data());
 
             uint8_t * dst = codes.data() + (unit(u, h) - codes.data());
             std::fill_n(dst, unit_bytes(), 0);
             for (uint32_t i = 0; i < width; ++i) {
                 const uint32_t quad = i / 4, shift = quad % each * n_bit;
                 for (uint32_t l = 0; l < LANES; ++l) {
-                    dst[quad / each * KVF_QUAD + l * 4 + i % 4] |= code[i * LANES + l] << shift;
+                    dst[quad / each * QUAD + l * 4 + i % 4] |= code[i * LANES + l] << shift;
                 }
             }
         }
@@ -236,6 +232,11 @@ void kvf_codes::put(uint32_t pos, const float * rows, uint32_t n) {
 //
 
 void kvf_codes::get_spread(char * dst) const { memcpy(dst, spread.data(), spread_size()); }
+void kvf_codes::get_factors(float * dst) const {
+    for (size_t i = 0; i < spread.size(); ++i) {
+        dst[i] = spread[i] * sign_of(i % d);
+    }
+}
 void kvf_codes::set_spread(const char * src) { memcpy(spread.data(), src, spread_size()); }
 
 void kvf_codes::get_mean(uint32_t segment, char * dst) const { memcpy(dst, mean(segment, 0), mean_size()); }

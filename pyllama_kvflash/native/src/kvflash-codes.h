@@ -9,7 +9,8 @@
 
 // Rows of a layer, its keys or its values, in 4 or 2 bits a value. A row is rotated, so that its values are alike, taken
 // about the mean of its head, and divided by its own standard deviation. Then each value becomes the nearest of 16 (4)
-// levels, the best ones for normal values (Max 1960; the rotation is QuaRot's, Ashkboos et al. 2024, arXiv 2404.00456).
+// levels, equally spaced, as is best for normal values (Max 1960, table II; the rotation is QuaRot's, Ashkboos et al. 2024,
+// arXiv 2404.00456). So a code is a number, which products take as it is.
 //
 // The rotation is by Hadamard's matrices of the powers of two that add up to the row's width, after a change of signs. It
 // spreads the noise of the codes evenly over the values of a row. But keys differ much in some of their values and little in
@@ -20,7 +21,7 @@
 // Keys turn with their position (RoPE), so each segment of positions has a mean of its own.
 //
 // The codes of a unit of 16 positions and a head lie together, [width/8][16][4] bytes with 4 bits and [width/16][16][4] with
-// 2: a byte has the values 4 apart of one position. So a vector of 64 bytes is unpacked by shifts and one shuffle, and
+// 2: a byte has the values 4 apart of one position. So a vector of 64 bytes is unpacked by shifts, and
 // products with bytes add up in fours: along the width for logits, and along the positions for sums of values. The units of
 // a tile and a head lie one after the other, as they are read.
 struct kvf_codes {
@@ -28,7 +29,7 @@ struct kvf_codes {
     static constexpr uint32_t SEGMENT  = 4096;  // positions with a mean of their own
     static constexpr uint32_t OWN_MEAN = 1024;  // if so many are known when it begins; else with that of the segment before
     static constexpr uint32_t TILE     = 64;    // units of a head that lie together
-    static constexpr uint32_t MOST     = 127;   // of a level: those of 4 and of 2 bits are from 0 to this
+    static constexpr uint32_t QUAD     = 64;    // bytes: four values of 16 positions
 
     // n_rot: rows and queries come rotated in blocks of so many values; 0: they do not
     kvf_codes(uint32_t n_head, uint32_t d, uint32_t n_bit, uint32_t n_rot = 0);
@@ -57,6 +58,7 @@ struct kvf_codes {
     size_t mean_size() const { return n_head * width * sizeof(float); }
     size_t unit_size() const { return n_head * (UNIT * sizeof(uint16_t) + unit_bytes()); }
     void   get_spread(char * dst) const;
+    void   get_factors(float * dst) const; // [n_head*d]: by which values of queries are multiplied before they are rotated
     void   get_mean(uint32_t segment, char * dst) const;
     void   get_unit(uint32_t unit, char * dst) const;
     // the segments and units before have been set
@@ -81,7 +83,7 @@ struct kvf_codes {
     void rotate_query(uint32_t head, lanes_f * x) const;
     void rotate_back(uint32_t head, lanes_f * x) const;
 
-    // Products of whole units of a tile with N vectors of bytes from -127 to 127, N: 1 to 8. A level counts as such, from 0
+    // Products of whole units of a tile with N vectors of bytes from -127 to 127, N: 1 to 8. A code counts as it is, from 0
     // on: the caller takes middle() times the sum of the bytes off.
     //
     // with queries [N][width]: [n_unit][N][16]
@@ -90,7 +92,9 @@ struct kvf_codes {
     // with weights [n_unit][N][64], that of position i at bytes 16*(i/4) + i%4, +4, +8, +12: [N][width]
     void value_sums(uint32_t head, uint32_t first, uint32_t n_unit, const int8_t * weights, uint32_t N, int32_t * res) const;
 
-    static float middle() { return 0.5f * MOST; }
+    uint32_t n_half() const { return 1 << (n_bit - 1); } // levels of a sign
+    float    middle() const { return n_half() - 0.5f; }
+    float    step() const { return n_bit == 4 ? 0.3352f : 0.9957f; } // from level to level, of a standard deviation
 
     // 32 bits: rotated rows as they are, [width][16] floats of a unit and head, by which tests know that every position
     // counts once
@@ -109,7 +113,7 @@ private:
 
     std::vector<float>    spread; // what rows are divided by before they are rotated: [n_head*d]
     kvf_aligned<uint8_t>  codes;
-    kvf_aligned<uint16_t> scales; // half precision: of a level, [tile][head][unit][16]
+    kvf_aligned<uint16_t> scales; // half precision: of a step, [tile][head][unit][16]
     kvf_aligned<float>    means;  // rotated: [segment][head][width]
     std::vector<uint32_t> blocks; // of the rotation
 };

@@ -76,11 +76,7 @@ static __global__ void __launch_bounds__(AT) kvf_sum_rows(const kvf_gpu_coder * 
 }
 
 static __device__ uint32_t code_of(const kvf_gpu_coder & c, float y) {
-    const float size  = fabsf(y);
-    uint32_t    above = 0;
-    for (uint32_t i = 0; i + 1 < c.n_half; ++i) {
-        above += size > c.bounds[i];
-    }
+    const uint32_t above = fminf(fabsf(y), c.n_half - 1);
     return y < 0 ? c.n_half - 1 - above : c.n_half + above;
 }
 
@@ -97,9 +93,9 @@ static __global__ void __launch_bounds__(AT)
     float * const       x    = &shared<float>();
     read_rows(c, head, from, UNIT, [](uint32_t t) { return blockIdx.x * UNIT + t; });
     for (uint32_t e = tid; e < k.d; e += AT) {
-        const float factor = k.divided ? __fdiv_rn(1, to.spread[head * k.d + e]) : 1, sign = sign_of(e);
+        const float factor = __fdiv_rn(1, to.factors[head * k.d + e]);
         for (uint32_t t = 0; t < UNIT; ++t) {
-            x[t * stride + e] = __fmul_rn(x[t * stride + e], factor) * sign;
+            x[t * stride + e] = __fmul_rn(x[t * stride + e], factor);
         }
     }
     hadamard_blocks(x, k.d, stride, UNIT);
@@ -120,7 +116,7 @@ static __global__ void __launch_bounds__(AT)
             const float value = x[tid * stride + e];
             power             = __fadd_rn(power, __fmul_rn(value, value));
         }
-        const float one   = __fdiv_rn(__fsqrt_rn(__fdiv_rn(power, (float) k.d)), c.steps);
+        const float one   = __fmul_rn(__fsqrt_rn(__fdiv_rn(power, (float) k.d)), c.step);
         const half  scale = __float2half_rn(fminf(one, 65504));
         ((half *) to.scales)[slot * UNIT + tid] = scale;
         factors[tid] = __half2float(scale) > 0 ? __fdiv_rn(1, __half2float(scale)) : 0;

@@ -5,6 +5,40 @@
 
 #include "kvflash-words.cuh"
 
+// what a warp has so far
+struct far_sums {
+    float    top[2] = {NOWHERE, NOWHERE}, sum[2] = {}; // of the lane's queries
+    float    values_top[2] = {NOWHERE, NOWHERE};       // relative to which the sums of values are
+    float    about[2] = {}, base[2] = {};              // of a segment: weights, and products with its mean
+    uint32_t segment = ~0u;
+    bool     little  = false; // the weights of the last piece are
+};
+
+static constexpr uint32_t PAIR = 2 * UNIT; // positions
+
+// the pairs of units of a warp
+struct far_range {
+    uint32_t first, last;
+    uint32_t segment; // of the block's last one
+
+    __device__ far_range(const attend_places & at, const attend_task & task) {
+        const uint32_t n = task.n_far * at.n_warp, n_pair = (task.n_unit + 1) / 2;
+        const uint32_t i = task.part * at.n_warp + threadIdx.x / 32;
+        first            = n_pair * i / n;
+        last             = n_pair * (i + 1) / n;
+        segment          = (n_pair * ((task.part + 1) * at.n_warp) / n - 1) * PAIR / SEGMENT;
+    }
+
+    // of the first piece
+    __device__ void begin(const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m) const;
+
+    // pairs of a piece: PAIRS, or those up to the last one, or to the end of a word of `taken` (and so of a tile)
+    __device__ uint32_t n(uint32_t i) const { return min(min(PAIRS, last - i), 16 - i % 16); }
+};
+
+// the first position in a unit whose keys a lane has: rows g and g + 1 are eight apart
+static __device__ uint32_t pos_of(uint32_t g) { return g % 2 * 8 + g / 2 % 2 * 4; }
+
 // have some bytes come to the cache of the device, by a warp
 static __device__ void fetch_early(const void * at, uint32_t size) {
 #pragma unroll 1
@@ -15,57 +49,77 @@ static __device__ void fetch_early(const void * at, uint32_t size) {
     }
 }
 
-static __device__ void fetch_early(const kvf_gpu_coding & c, const kvf_gpu_codes & of, uint32_t u, uint32_t head) {
-    const uint64_t slot = slot_of(c, u, head);
-    fetch_early(of.codes + slot * unit_bytes(c), PIECE * unit_bytes(c));
-    fetch_early(of.scales + slot * UNIT, N_POS * sizeof(uint16_t));
+// of n pairs
+static __device__ void fetch_early(
+        const kvf_gpu_coding & c, const kvf_gpu_codes & of, uint32_t pair, uint32_t n, uint32_t head) {
+    const uint64_t slot = slot_of(c, pair * 2, head);
+    fetch_early(of.codes + slot * unit_bytes(c), n * 2 * unit_bytes(c));
+    fetch_early(of.scales + slot * UNIT, n * PAIR * sizeof(uint16_t));
 }
 
-// what a warp has so far
-struct far_sums {
-    float    top[2] = {NOWHERE, NOWHERE}, sum[2] = {}; // of the lane's queries
-    float    values_top[2] = {NOWHERE, NOWHERE};       // relative to which the sums of values are
-    float    about[2] = {}, base[2] = {};              // of a segment: weights, and products with its mean
-    uint32_t segment = ~0u;
-    bool     little  = false; // the weights of the last piece are
-};
+// of a pair of units, on its way: words of its first products, and scales of the lane's positions, of keys and of values
+template <uint32_t N_BIT> struct next_pair {
+    const uint8_t *  from;
+    const uint16_t * of_k;
+    const uint16_t * of_v;
+    key_words<N_BIT> words;
+    uint2            k, v;
 
-// the pieces of a warp
-struct far_range {
-    uint32_t first, last;
-    uint32_t segment; // of the block's last one
-
-    __device__ far_range(const attend_places & at, const attend_task & task) {
-        const uint32_t n = task.n_far * at.n_warp, n_piece = (task.n_unit + PIECE - 1) / PIECE;
-        const uint32_t i = task.part * at.n_warp + threadIdx.x / 32;
-        first            = n_piece * i / n;
-        last             = n_piece * (i + 1) / n;
-        segment          = (n_piece * ((task.part + 1) * at.n_warp) / n - 1) * PIECE * UNIT / SEGMENT;
+    __device__ void begin(const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m, uint32_t pair) {
+        const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const uint64_t slot = slot_of(a.coding[0], pair * 2, task.head) + g / 4;
+        from = m.codes[0].codes + slot * unit_bytes(a.coding[0]) + (pos_of(g) + t * UNIT) * 4;
+        of_k = m.codes[0].scales + slot * UNIT + pos_of(g);
+        of_v = m.codes[1].scales + slot * UNIT + pos_of(g);
+        read();
+    }
+    // the pair after this one, of which all products are on their way. pairs of a tile are next to each other
+    __device__ void go_on(const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m, uint32_t pair) {
+        if (pair % (CODE_TILE / 2) == 0) { return begin(a, task, m, pair); }
+        from += 2 * unit_bytes(a.coding[0]) - (attend_places::n_step(a.coding[0]) - STEPS) * N_BIT * UNIT * 4;
+        of_k += PAIR;
+        of_v += PAIR;
+        read();
+    }
+    // more products of the same pair. words past a row meet queries of nothing
+    __device__ void go_on() {
+        from += STEPS * N_BIT * UNIT * 4;
+        words.read(from);
     }
 
-    // what is needed soon
-    __device__ void begin(const kvf_gpu_attend & a, const attend_task & task) const {
-        if (first == last) { return; }
-#pragma unroll 1
-        for (uint32_t kind = 0; kind < 2; ++kind) {
-            const auto & c  = a.coding[kind];
-            const auto & of = a.codes[kind][task.seq];
-            fetch_early(c, of, first * PIECE, task.head);
-            fetch_early(mean_of(c, of, first * PIECE, task.head), c.width * sizeof(float));
-        }
-        fetch_early(a.codes[0][task.seq].spread + task.head * a.p.d, a.p.d * sizeof(float));
+private:
+    __device__ void read() {
+        words.read(from);
+        k = read_scales(of_k);
+        v = read_scales(of_v);
     }
 };
 
-static __device__ __noinline__ float capped(float x, float cap) { return cap * tanhf(x / cap); }
+__device__ void far_range::begin(const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m) const {
+    if (first == last) { return; }
+    fetch_early(a.coding[0], m.codes[0], first, n(first), task.head);
+    fetch_early(a.coding[1], m.codes[1], first, n(first), task.head);
+    fetch_early(mean_of(a.coding[0], m.codes[0], first * 2, task.head), a.coding[0].width * sizeof(float));
+}
+
+// scales of a piece's values, four of each lane
+static __device__ uint2 piece_scales(
+        const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m, uint32_t pair, uint32_t n) {
+    const uint32_t lane = threadIdx.x % 32, unit = lane / 4;
+    if (unit >= 2 * n || pair * 2 + unit >= task.n_unit) { return {0, 0}; }
+    return read_scales(m.codes[1].scales + (slot_of(a.coding[1], pair * 2, task.head) + unit) * UNIT + lane % 4 * 4);
+}
+
+// cap times the hyperbolic tangent of x/cap
+static __device__ float capped(float x, float cap) { return cap - 2 * cap / (exp2f(x * (2 * LOG2E / cap)) + 1); }
 
 // over the lanes that have the same queries
 template <typename T, typename F> static __device__ T over_rows(T x, const F & f) { return over_lanes(x, f, 4, 16); }
 
 // the sums of values relative to the top, and with a segment's mean
 template <uint32_t N_BIT>
-static __device__ void add_mean(
-        const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, far_sums & its) {
+static __device__ void add_mean(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
+        const attend_memory & m, far_sums & its) {
     const auto &   c    = a.coding[1];
     const uint32_t lane = threadIdx.x % 32, g = lane / 4;
     if (its.segment == ~0u) { return; }
@@ -75,9 +129,9 @@ static __device__ void add_mean(
         factor[j]         = exp2f(its.values_top[j] - its.top[j]);
         its.values_top[j] = its.top[j];
     }
-    const float *  mean   = mean_of(c, a.codes[1][task.seq], its.segment * (SEGMENT / UNIT), task.head);
+    const float *  mean   = mean_of(c, m.codes[1], its.segment * (SEGMENT / UNIT), task.head);
     float4 * const values = values_of(at, threadIdx.x / 32) + lane;
-#pragma unroll 2
+#pragma unroll 4
     for (uint32_t i = 0; i < at.n_value / 16; ++i) {
         const uint32_t e = value_of<N_BIT>(i * 16 + g), f = value_of<N_BIT>(i * 16 + g + 8);
         const float    x = e < c.width ? mean[e] : 0, y = f < c.width ? mean[f] : 0;
@@ -91,259 +145,231 @@ static __device__ void add_mean(
     its.about[0] = its.about[1] = 0;
 }
 
-static __device__ void begin_segment(
-        const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t segment, far_sums & its) {
-    const auto &   c    = a.coding[0];
-    const float *  mean = mean_of(c, a.codes[0][task.seq], segment * (SEGMENT / UNIT), task.head);
-    const uint32_t lane = threadIdx.x % 32;
-    its.segment         = segment;
+static __device__ void begin_segment(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
+        const attend_memory & m, uint32_t segment, far_sums & its) {
+    const auto &   c       = a.coding[0];
+    const float *  mean    = mean_of(c, m.codes[0], segment * (SEGMENT / UNIT), task.head);
+    const float *  queries = &shared<float>(at.rotated);
+    const uint32_t lane    = threadIdx.x % 32;
+    its.segment            = segment;
+    float base[COLS]       = {};
 #pragma unroll 1
-    for (uint32_t j = task.from; j < task.end; ++j) {
-        const float * x    = &shared<float>(at.rotated) + j * c.width;
-        float         base = 0;
-#pragma unroll 4
-        for (uint32_t e = lane; e < c.width; e += 32) {
-            base += x[e] * mean[e];
+    for (uint32_t first = lane; first < c.width; first += 128) {
+        float x[4];
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+            x[i] = first + i * 32 < c.width ? mean[first + i * 32] : 0;
         }
-        base = over_lanes(base, add<float>) * (LOG2E * a.p.scale);
-        if (lane % 4 == j / 2) { // registers are not indexed
-            its.base[0] = j % 2 ? its.base[0] : base;
-            its.base[1] = j % 2 ? base : its.base[1];
+#pragma unroll
+        for (uint32_t j = 0; j < COLS; ++j) {
+#pragma unroll
+            for (uint32_t i = 0; i < 4 && task.has(j); ++i) {
+                if (first + i * 32 < c.width) { base[j] += x[i] * queries[j * c.width + first + i * 32]; }
+            }
         }
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < COLS; ++j) {
+        if (!task.has(j)) { continue; }
+        const float sum = over_lanes(base[j], add<float>) * (LOG2E * a.p.scale);
+        if (lane % 4 == j / 2) { its.base[j % 2] = sum; }
     }
 }
 
-// Products of keys of a piece with queries, as logits, [pair][position][query][lane]: the lane's units are 2*pair + g/4, of
-// which it has positions 4*(g%4) on. top: the largest of each query so far
-template <uint32_t N_BIT>
-static __device__ void piece_logits(const level_tables<N_BIT> & of, const kvf_gpu_attend & a, const attend_places & at,
-        const attend_task & task, uint32_t u, const attend_memory & m, const far_sums & its, float * x, float (&top)[2]) {
-    const auto &    c    = a.coding[0];
-    const auto &    keys = a.codes[0][task.seq];
-    const uint32_t  g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, n_step = attend_places::n_step(c), size = unit_bytes(c);
-    const uint64_t  slot = slot_of(c, u, task.head) + g / 4;
-    const float     cap = LOG2E * a.p.cap, unit[] = {m.unit[2 * t], m.unit[2 * t + 1]};
-    const int       from[] = {-m.middle[2 * t], -m.middle[2 * t + 1]};
-    const auto *    scales = keys.scales + slot * UNIT + g % 4 * 4;
-    const uint8_t * codes = keys.codes + slot * size + g % 4 * 16 + t * UNIT * 4; // words past a row meet queries of nothing
-    const uint2 *   queries = &shared<uint2>(at.words) + threadIdx.x % 32;
-    uint32_t        step    = 0;
-    int             one[4] = {from[0], from[1], from[0], from[1]}, two[4] = {from[0], from[1], from[0], from[1]};
-    // the next words: of the same pair of units, or of the next one
-    const auto go_on = [&] {
-        const bool same = step + STEPS < n_step;
-        codes += same ? STEPS * N_BIT * UNIT * 4 : 2 * size - (n_step - STEPS) * N_BIT * UNIT * 4;
-        scales += same ? 0 : 2 * UNIT;
-    };
-    const auto add = [&](const key_words<N_BIT> & words) {
-        words.add(of, queries + step * 32, one, two);
-        step += STEPS;
-        if (step < n_step) { return; }
-
-        step = 0;
-#pragma unroll
-        for (uint32_t j = 0; j < 2; ++j) {
-            const int products[] = {one[j], one[2 + j], two[j], two[2 + j]};
-            float     y[4];
-#pragma unroll
-            for (uint32_t e = 0; e < 4; ++e) {
-                y[e] = products[e] * (half_of(e < 2 ? words.scales.x : words.scales.y, e % 2) * unit[j]) + its.base[j];
-                one[2 * (e / 2) + j] = two[2 * (e / 2) + j] = from[j];
-            }
-            if (u + g / 4 >= task.n_unit) {
-#pragma unroll
-                for (uint32_t e = 0; e < 4; ++e) {
-                    y[e] = NOWHERE;
-                }
-            }
-#pragma unroll
-            for (uint32_t e = 0; e < 4; ++e) {
-                x[(2 * e + j) * 32] = y[e];
-                top[j]              = fmaxf(top[j], y[e]);
-            }
-        }
-        u += 2;
-        x += 8 * 32;
-    };
-    key_words<N_BIT> next;
-    next.read(codes, scales);
-#pragma unroll 1
-    for (uint32_t i = PAIRS * (n_step / STEPS); i > 0; --i) {
-        const key_words<N_BIT> words = next;
-        go_on();
-        if (i > 1) { next.read(codes, scales); }
-        add(words);
-    }
-    if (cap <= 0) { return; }
-    top[0] = its.top[0];
-    top[1] = its.top[1];
-#pragma unroll 1
-    for (uint32_t i = 0; i < LOGITS / 32; ++i) {
-        float & y = *(x -= 32);
-        if (y > NOWHERE) { y = capped(y, cap); }
-        top[0] = i % 2 ? fmaxf(top[0], y) : top[0]; // the last one is of the second query
-        top[1] = i % 2 ? top[1] : fmaxf(top[1], y);
-    }
-}
-
-// of values, of the lane's positions in a pair of units
-struct value_scales {
-    const uint16_t * at;
-    uint2            next;
-
-    __device__ value_scales(const kvf_gpu_attend & a, const attend_task & task, uint32_t u) {
-        const uint32_t g = threadIdx.x % 32 / 4;
-        at               = a.codes[1][task.seq].scales + (slot_of(a.coding[1], u, task.head) + g / 4) * UNIT + g % 4 * 4;
-        read();
-    }
-
-    __device__ void read() {
-        next = read_scales(at);
-        at += 2 * UNIT;
-    }
+// of the lane's queries
+struct piece_sums {
+    float sum[2]   = {}; // of the weights, this lane's
+    float total[4] = {}; // of what values are multiplied by, of all lanes; the last two are the first two again
 };
 
-// Logits become weights times the scales of values; of units in the pool none. shares: where those of the lane's queries go,
-// by unit. largest: weight of each query; sum: of those outside the pool
-static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
-        uint32_t u, const float (&top)[2], float * const (&shares)[2], value_scales scales, float * x, float (&sum)[2],
-        float (&largest)[2]) {
-    const uint32_t g      = threadIdx.x % 32 / 4;
-    uint32_t       taken  = shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> (u % 32 + g / 4);
-    const bool     second = threadIdx.x & 8; // lanes 4 and 8 further on have the same unit: two for each query
-    float * const  share  = second ? shares[1] : shares[0];
-    const auto     add    = [&](const uint2 & of) {
-        const bool  open    = !(taken & 1);
-        const uint2 its     = {open ? of.x : 0, open ? of.y : 0};
-        float       unit[2] = {};
+// The largest logits become what they are now, `by` of which the lane knows how much more they are; that of all lanes it
+// becomes. Whatever was relative to them is so again. weights: of n pairs
+static __device__ void raise_top(
+        float (&by)[2], far_sums & its, piece_sums & piece, uint4 * weights, uint32_t n) {
+    float factor[2];
 #pragma unroll
-        for (uint32_t j = 0; j < 2; ++j) {
+    for (uint32_t j = 0; j < 2; ++j) {
+        const bool first = its.top[j] == NOWHERE;
+        by[j]            = over_rows(by[j], most);
+        if (!first) { by[j] = fmaxf(by[j], 0); }
+        factor[j]  = first ? 1 : exp2f(-by[j]);
+        its.top[j] = first ? by[j] : its.top[j] + by[j];
+        its.sum[j] *= factor[j];
+        its.about[j] *= factor[j];
+        piece.sum[j] *= factor[j];
+        piece.total[j] *= factor[j];
+    }
+    // of them a lane has those of query g
+    const uint32_t g   = threadIdx.x % 32 / 4;
+    const float    one = __shfl_sync(~0u, factor[0], g / 2, 32), two = __shfl_sync(~0u, factor[1], g / 2, 32);
+    const half2    its_own = __float2half2_rn(g % 2 ? two : one);
+    half2 * const  all = (half2 *) weights;
+#pragma unroll 1
+    for (uint32_t i = 0; i < n * 4; ++i) {
+        half2 & x = all[i / 4 * 32 * 4 + i % 4];
+        x         = __hmul2(x, its_own);
+    }
+}
+
+// Products of keys of n pairs of units with queries become weights of values, as halves: those times `unit` and the values'
+// scales. Of positions in the pool there are none. [pair][lane]: of query g, positions 4*(t%2) + i and 8 more of unit t/2 in
+// the i-th word. A lane has logits of four positions of unit g/4 and of two queries. shares: where those of the lane's
+// queries go, by unit
+template <uint32_t N_BIT>
+static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
+        uint32_t n, float * const (&shares)[2], const attend_memory & m, float unit, uint32_t last,
+        next_pair<N_BIT> & next, uint4 * weights, far_sums & its, piece_sums & piece) {
+    constexpr float    ZERO = 12582912; // 1.5*2^23, after which an int and a float have the same bits
+    constexpr uint32_t ONE  = 0x3c003c00;
+
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, n_step = attend_places::n_step(a.coding[0]);
+    const float    cap           = LOG2E * a.p.cap;
+    const float    per_product[] = {m.unit[2 * t], m.unit[2 * t + 1]}, middle[] = {m.middle[2 * t], m.middle[2 * t + 1]};
+    const int      zero          = __float_as_int(ZERO);
+    const uint2 *  queries       = &shared<uint2>(at.words) + threadIdx.x % 32;
+    const bool     second        = threadIdx.x & 8; // lanes 4 and 8 further on have the same unit: two for each query
+    float * const  share         = second ? shares[1] : shares[0];
+    const uint32_t u_end         = u + 2 * n;
+    uint4 * const  begin         = weights;
+    uint32_t       taken         = shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> (u % 32 + g / 4);
+#pragma unroll 1
+    for (; u < u_end; u += 2, taken >>= 2, weights += 32) {
+        const struct {
+            uint2 k, v;
+        } scales   = {next.k, next.v};
+        int one[4] = {zero, zero, zero, zero}, two[4] = {zero, zero, zero, zero};
+#pragma unroll 1
+        for (uint32_t step = 0; step < n_step; step += STEPS) {
+            const key_words<N_BIT> words = next.words;
+            if (step + STEPS < n_step) {
+                next.go_on();
+            } else if (u / 2 + 1 < last) {
+                next.go_on(a, task, m, u / 2 + 1);
+            }
+            words.add(queries + step * 32, one, two);
+        }
+        const bool  is = u + g / 4 < task.n_unit, open = is && !(taken & 1);
+        const bool  first = its.top[0] == NOWHERE;
+        const float top[] = {first ? 0 : its.top[0], first ? 0 : its.top[1]};
+        const float from[] = {its.base[0] - (cap > 0 ? 0 : top[0]), its.base[1] - (cap > 0 ? 0 : top[1])};
+        float       y[4][2], now[2] = {NOWHERE, NOWHERE}; // relative to the top
+#pragma unroll
+        for (uint32_t e = 0; e < 4; ++e) {
+            const float scale = half_of(e < 2 ? scales.k.x : scales.k.y, e % 2);
+#pragma unroll
+            for (uint32_t j = 0; j < 2; ++j) {
+                const int   x       = e == 0 ? one[j] : e == 1 ? one[2 + j] : e == 2 ? two[j] : two[2 + j];
+                const float product = __int_as_float(x) - ZERO - middle[j];
+                y[e][j]             = is ? product * (scale * per_product[j]) + from[j] : NOWHERE;
+            }
+        }
+        if (cap > 0) {
 #pragma unroll
             for (uint32_t e = 0; e < 4; ++e) {
-                float &     to     = x[(2 * e + j) * 32];
-                const float weight = exp2f(to - top[j]); // there is a position: the top is one's
-                unit[j] += weight;
-                to         = weight * half_of(e < 2 ? its.x : its.y, e % 2);
-                largest[j] = fmaxf(largest[j], to);
+#pragma unroll
+                for (uint32_t j = 0; j < 2; ++j) {
+                    if (is) { y[e][j] = capped(y[e][j], cap) - top[j]; }
+                }
             }
-            sum[j] += open ? unit[j] : 0;
+        }
+#pragma unroll
+        for (uint32_t e = 0; e < 4; ++e) {
+            now[0] = fmaxf(now[0], y[e][0]);
+            now[1] = fmaxf(now[1], y[e][1]);
+        }
+        if (__any_sync(~0u, first || now[0] > LEAD || now[1] > LEAD)) {
+            raise_top(now, its, piece, begin, (weights - begin) / 32);
+#pragma unroll
+            for (uint32_t e = 0; e < 4; ++e) {
+                y[e][0] -= now[0];
+                y[e][1] -= now[1];
+            }
+        }
+        float sums[2] = {};
+#pragma unroll
+        for (uint32_t e = 0; e < 4; ++e) {
+#pragma unroll
+            for (uint32_t j = 0; j < 2; ++j) {
+                y[e][j] = exp2f(y[e][j]);
+                sums[j] += y[e][j];
+            }
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j) {
+            piece.sum[j] += open ? sums[j] : 0;
         }
         if (a.chooses) {
-            float one = (second ? unit[1] : unit[0]) + __shfl_xor_sync(~0u, second ? unit[0] : unit[1], 8);
-            one += __shfl_xor_sync(~0u, one, 4);
-            if (share && g % 2 == 0 && u + g / 4 < task.n_unit) {
-                share[u + g / 4] = one > 0 ? (second ? top[1] : top[0]) + log2f(one) : NOWHERE;
+            float its_own = (second ? sums[1] : sums[0]) + __shfl_xor_sync(~0u, second ? sums[0] : sums[1], 8);
+            its_own += __shfl_xor_sync(~0u, its_own, 4);
+            if (share && g % 2 == 0 && is) {
+                share[u + g / 4] = its_own > 0 ? (second ? its.top[1] : its.top[0]) + log2f(its_own) : NOWHERE;
             }
         }
-        u += 2;
-        taken >>= 2;
-        x += 8 * 32;
-    };
-#pragma unroll 1
-    for (uint32_t i = 1; i <= PAIRS; ++i) {
-        const uint2 its = scales.next;
-        if (i < PAIRS) { scales.read(); }
-        add(its);
+        uint32_t w[4];
+#pragma unroll
+        for (uint32_t e = 0; e < 4; ++e) {
+            const float by = open ? half_of(e < 2 ? scales.v.x : scales.v.y, e % 2) * unit : 0;
+            w[e]           = turned(halves(y[e][0] * by, y[e][1] * by));
+        }
+        *weights = {w[0], w[1], w[2], w[3]};
+        multiply(piece.total, ONE, ONE, ONE, ONE, uint2{w[0], w[1]});
+        multiply(piece.total, ONE, ONE, ONE, ONE, uint2{w[2], w[3]});
     }
 }
 
-// weights as bytes, [query][position]. returns the sums of these, of the lane's queries
-static __device__ void piece_bytes(const float * x, const float (&largest)[2], uint32_t * weights, int (&sums)[2]) {
-    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    float          to[2]; // with 1.5*2^23 added, the last byte of a number is what it was, rounded
-#pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) {
-        to[j]   = largest[j] > 0 ? MOST_BYTE / largest[j] : 0;
-        sums[j] = 0;
-    }
-    __syncwarp();
-#pragma unroll 1
-    for (uint32_t i = 0; i < PAIRS; ++i, x += 8 * 32) {
-#pragma unroll
-        for (uint32_t j = 0; j < 2; ++j) {
-            uint32_t byte[4];
-#pragma unroll
-            for (uint32_t e = 0; e < 4; ++e) {
-                byte[e] = __float_as_uint(x[(2 * e + j) * 32] * to[j] + 12582912.0f);
-            }
-            const uint32_t word =
-                    __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
-            weights[(2 * t + j) * LINE + i * 8 + g] = word;
-            sums[j]                                 = __dp4a((int) word, 0x01010101, sums[j]);
-        }
-    }
-    __syncwarp();
-#pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) {
-        sums[j] = over_rows(sums[j], add<int>);
-    }
-}
-
-// a piece of the positions outside the pool
+// Positions outside the pool, n pairs of units from the i-th on. Where these have hardly any weight, their values count as
+// the segment's mean. four: the values' scales
 template <uint32_t BITS_K, uint32_t BITS_V>
-static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
-        float * const (&shares)[2], const attend_memory & m, const level_tables<BITS_K> & of_k,
-        const level_tables<BITS_V> & of_v, far_sums & its) {
-    const auto &       v    = a.coding[1];
-    const uint32_t     warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32_t * const   weights = &shared<uint32_t>(at.weights) + warp * COLS * LINE;
-    float * const      x       = &shared<float>(at.rows) + warp * LOGITS + lane;
-    float              top[2] = {its.top[0], its.top[1]}, sum[2] = {}, largest[2] = {}, factor[2], scale[2];
-    int                bytes[2];
-    const value_scales of_values(a, task, u);
-    piece_logits(of_k, a, at, task, u, m, its, x, top);
-#pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) {
-        top[j]    = over_rows(top[j], most);
-        factor[j] = exp2f(its.top[j] - top[j]);
-    }
-    piece_weights(a, at, task, u, top, shares, of_values, x, sum, largest);
+static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t i,
+        uint32_t n, float * const (&shares)[2], const attend_memory & m, const uint2 & four, uint32_t last,
+        next_pair<BITS_K> & next, far_sums & its) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint4 * const  weights = &shared<uint4>(at.weights) + warp * PAIRS * 32 + lane;
+    const float    scale   = over_lanes(
+            fmaxf(fmaxf(half_of(four.x, 0), half_of(four.x, 1)), fmaxf(half_of(four.y, 0), half_of(four.y, 1))), most);
+    piece_sums         piece;
+    piece_weights<BITS_K>(
+            a, at, task, i * 2, n, shares, m, scale > 0 ? 1 / scale : 0, last, next, weights, its, piece);
+    value_sums<BITS_V> all(
+            a, m.codes[1].codes + slot_of(a.coding[1], i * 2, task.head) * unit_bytes(a.coding[1]));
     bool little = true;
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-        sum[j]       = over_rows(sum[j], add<float>);
-        largest[j]   = over_rows(largest[j], most);
-        its.sum[j]   = its.sum[j] * factor[j];
-        its.about[j] = its.about[j] * factor[j] + sum[j];
-        its.top[j]   = top[j];
-        little       = little && (!task.has(2 * (lane % 4) + j) || sum[j] <= LITTLE * its.sum[j]);
-        its.sum[j] += sum[j];
+        const float sum = over_rows(piece.sum[j], add<float>);
+        little          = little && (!task.has(2 * (lane % 4) + j) || sum <= LITTLE * its.sum[j]);
+        its.sum[j] += sum;
+        its.about[j] += sum;
     }
     its.little = !__any_sync(~0u, !little);
     if (its.little) { return; }
 
-    value_sums<BITS_V> all(a, a.codes[1][task.seq].codes + slot_of(v, u, task.head) * unit_bytes(v));
-    piece_bytes(x, largest, weights, bytes);
+    float factor[2], total[2];
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
-        scale[j]          = largest[j] / MOST_BYTE;
-        factor[j]         = exp2f(its.values_top[j] - top[j]);
-        bytes[j]          = -__float2int_rn(MIDDLE * bytes[j]);
-        its.values_top[j] = top[j];
+        factor[j]         = exp2f(its.values_top[j] - its.top[j]);
+        its.values_top[j] = its.top[j];
+        total[j]          = -scale * piece.total[j];
     }
-    float4 * values = values_of(at, warp) + lane;
+    float4 *       values  = values_of(at, warp) + lane;
+    const uint32_t n_group = at.n_value / AT_ONCE;
 #pragma unroll 1
-    for (uint32_t i = 0; i < all.n;) {
-        int sums[4][4];
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-#pragma unroll
-            for (uint32_t e = 0; e < 4; ++e) {
-                sums[j][e] = bytes[e % 2];
-            }
+    for (uint32_t group = 0; group < n_group; ++group) {
+        float sums[4][4] = {};
+#pragma unroll 1
+        for (uint32_t pair = 0; pair < n; ++pair) {
+            const bool ends = pair + 1 == n;
+            all.add(group, weights[pair * 32], !ends || group + 1 < n_group, group + ends, ends ? 0 : pair + 1, sums);
         }
-#pragma unroll 1
-        do {
-            all.add(of_v, i, weights, sums);
-        } while (++i % PAIRS);
 #pragma unroll
-        for (uint32_t j = 0; j < 4; ++j, values += 32) {
-            float4 to = *values;
-            to.x      = to.x * factor[0] + sums[j][0] * scale[0];
-            to.y      = to.y * factor[1] + sums[j][1] * scale[1];
-            to.z      = to.z * factor[0] + sums[j][2] * scale[0];
-            to.w      = to.w * factor[1] + sums[j][3] * scale[1];
-            *values   = to;
+        for (uint32_t k = 0; k < 4; ++k, values += 32) {
+            using V          = value_sums<BITS_V>;
+            const float by[] = {scale * V::unit(k, 0), scale * V::unit(k, 1)};
+            float4      to   = *values;
+            to.x             = to.x * factor[0] + (sums[k][0] * by[0] + total[0] * V::mean(k, 0));
+            to.y             = to.y * factor[1] + (sums[k][1] * by[0] + total[1] * V::mean(k, 0));
+            to.z             = to.z * factor[0] + (sums[k][2] * by[1] + total[0] * V::mean(k, 1));
+            to.w             = to.w * factor[1] + (sums[k][3] * by[1] + total[1] * V::mean(k, 1));
+            *values          = to;
         }
     }
 }
@@ -354,9 +380,6 @@ static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places 
         const int32_t * tokens, const far_range & range, const attend_memory & m, far_sums & its) {
     const uint32_t lane = threadIdx.x % 32;
 
-    const level_tables<BITS_K> of_k;
-    const level_tables<BITS_V> of_v;
-
     float * shares[2] = {};
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
@@ -365,20 +388,30 @@ static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places 
         const int32_t asker = tokens[task.row_of(q) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::ASKER];
         if (asker >= 0) { shares[j] = a.p.lse + ((uint64_t) asker * a.p.n_head + task.head_of(q)) * a.p.ask.n_unit; }
     }
+    next_pair<BITS_K> next = {};
+    uint2             four = {}; // of the next piece
+    if (range.first < range.last) {
+        next.begin(a, task, m, range.first);
+        four = piece_scales(a, task, m, range.first, range.n(range.first));
+    }
 #pragma unroll 1
-    for (uint32_t i = range.first;; ++i) {
+    for (uint32_t i = range.first, n = 0;; i += n) {
         // in the end all warps have the same segment
         const bool     is      = i < range.last;
-        const uint32_t segment = is ? i * PIECE * UNIT / SEGMENT : range.segment;
+        const uint32_t segment = is ? i * PAIR / SEGMENT : range.segment;
         if (segment != its.segment) {
-            add_mean<BITS_V>(a, at, task, its);
-            if (is) { begin_segment(a, at, task, segment, its); }
+            add_mean<BITS_V>(a, at, task, m, its);
+            if (is) { begin_segment(a, at, task, m, segment, its); }
         }
         if (!is) { break; }
-        if (i + 1 < range.last) {
-            fetch_early(a.coding[0], a.codes[0][task.seq], (i + 1) * PIECE, task.head);
-            if (!its.little) { fetch_early(a.coding[1], a.codes[1][task.seq], (i + 1) * PIECE, task.head); }
+        n                = range.n(i);
+        const uint2 mine = four;
+        if (i + n < range.last) {
+            const uint32_t n_next = range.n(i + n);
+            fetch_early(a.coding[0], m.codes[0], i + n, n_next, task.head);
+            if (!its.little) { fetch_early(a.coding[1], m.codes[1], i + n, n_next, task.head); }
+            four = piece_scales(a, task, m, i + n, n_next);
         }
-        attend_piece(a, at, task, i * PIECE, shares, m, of_k, of_v, its);
+        attend_piece<BITS_K, BITS_V>(a, at, task, i, n, shares, m, mine, range.last, next, its);
     }
 }

@@ -2,7 +2,6 @@
 
 #include "kvflash-coarse.h"
 #include "kvflash-gpu-chooser.h"
-#include "kvflash-levels.h"
 
 #include "ggml-impl.h"
 #include "llama-graph.h"
@@ -32,7 +31,7 @@ struct gpu_coarse : kvf_gpu_chooser {
 
     // where the device has codes of a layer and a sequence
     struct place {
-        size_t codes, scales, means, spread;
+        size_t codes, scales, means, factors;
     };
 
     void lay_out();
@@ -131,7 +130,7 @@ void gpu_coarse::lay_out_codes() {
             for (uint32_t seq = 0; seq < at[kind][i].size(); ++seq) {
                 const auto & p      = at[kind][i][seq];
                 of[i * n_seq + seq] = {(uint8_t *) coded.at(p.codes), (uint16_t *) coded.at(p.scales),
-                        (const float *) coded.at(p.means), (const float *) coded.at(p.spread)};
+                        (const float *) coded.at(p.means), (const float *) coded.at(p.factors)};
             }
         }
         gpu.upload(coded.at(at_of[kind]), of.data(), of.size() * sizeof(of[0]));
@@ -143,9 +142,7 @@ void gpu_coarse::lay_out_codes() {
     all.layers = (const kvf_gpu_layer *) coded.at(at_layers);
 }
 
-static kvf_gpu_coding coding_of(const kvf_codes & c, bool divided) {
-    return {c.n_head, c.d, c.width, c.n_bit, c.n_rot, divided};
-}
+static kvf_gpu_coding coding_of(const kvf_codes & c) { return {c.n_head, c.d, c.width, c.n_bit, c.n_rot}; }
 
 // how codes are made, of keys and of values
 void gpu_coarse::lay_out_coders() {
@@ -158,7 +155,7 @@ void gpu_coarse::lay_out_coders() {
             const auto * t        = kind ? fresh.layers[i].v : fresh.layers[i].k;
             const bool   by_value = kind && fresh.v_trans;
             auto &       to       = res[i * 2 + kind];
-            to.coding             = coding_of(c, kind == 0);
+            to.coding             = coding_of(c);
             to.codes              = attends[0].codes[kind] + i * n_seq;
             to.type               = t->type;
             to.d                  = c.d;
@@ -166,14 +163,10 @@ void gpu_coarse::lay_out_coders() {
             to.block_size         = ggml_type_size(t->type);
             to.by_value           = by_value;
             to.offs               = kind ? info.offs_v : info.offs_k;
-            to.stride       = by_value ? fresh.n_chunk * to.block_size : ggml_row_size(t->type, (size_t) c.n_head * c.d);
-            const auto & lv = kvf_levels_of(c.n_bit);
-            to.n_half       = lv.n_half;
-            to.steps        = lv.steps;
-            for (uint32_t j = 0; j + 1 < lv.n_half; ++j) {
-                to.bounds[j] = 0.5f * (lv.half[j] + lv.half[j + 1]);
-            }
-            memory = std::max(memory, gpu.coder_memory(to));
+            to.stride = by_value ? fresh.n_chunk * to.block_size : ggml_row_size(t->type, (size_t) c.n_head * c.d);
+            to.n_half = c.n_half();
+            to.step   = c.step();
+            memory    = std::max(memory, gpu.coder_memory(to));
         }
     }
     gpu.upload(coded.at(at_coders), res.data(), res.size() * sizeof(res[0]));
@@ -217,7 +210,7 @@ void gpu_coarse::lay_out_attends() {
         a.events = events.back().get();
         for (uint32_t kind = 0; kind < 2; ++kind) {
             const auto & c = kind ? codes[0][i].values() : codes[0][i].keys();
-            a.coding[kind] = coding_of(c, kind == 0 || codes[0][i].all.size() == 1);
+            a.coding[kind] = coding_of(c);
             a.codes[kind] += i * n_seq;
         }
         for (uint32_t kind = 0; kind < 2; ++kind) {
@@ -288,9 +281,9 @@ void gpu_coarse::upload_means(llama_seq_id seq, uint32_t layer, uint32_t kind, u
     const auto & from = codes[seq][layer].all[kind];
     const auto & to   = at[kind][layer][seq];
     if (first == 0) { // what rows are divided by is known from then on
-        std::vector<char> spread(from.spread_size());
-        from.get_spread(spread.data());
-        gpu.upload(coded.at(to.spread), spread.data(), spread.size());
+        std::vector<float> factors(from.spread_size() / sizeof(float));
+        from.get_factors(factors.data());
+        gpu.upload(coded.at(to.factors), factors.data(), from.spread_size());
     }
     gpu.upload(coded.at(to.means + first * from.mean_size()), from.mean(first, 0), n * from.mean_size());
 }

@@ -94,7 +94,6 @@ template <typename K> static KVF_BOTH uint32_t piece_of(const K & keys, uint32_t
 // how the rows of a layer are coded: its keys, or its values. see kvf_codes
 struct kvf_gpu_coding {
     uint32_t n_head, d, width, n_bit, n_rot;
-    bool     divided; // by the root of each value's spread
 };
 
 // codes of a layer and a sequence, as they lie in kvf_codes
@@ -102,13 +101,11 @@ struct kvf_gpu_codes {
     uint8_t *     codes;
     uint16_t *    scales;
     const float * means;
-    const float * spread;
+    const float * factors; // kvf_codes::get_factors()
 };
 
 // how the codes of a layer's keys, or values, are made of its rows in records: kvf_codes::put()
 struct kvf_gpu_coder {
-    static constexpr uint32_t MOST_HALF = 8;
-
     kvf_gpu_coding        coding; // n_head: 0: there are none
     const kvf_gpu_codes * codes;  // of each sequence
 
@@ -117,9 +114,8 @@ struct kvf_gpu_coder {
     bool     by_value;             // the positions of a value are next to each other, rather than the values of a position
     uint64_t offs, stride;         // from row to row, or from value to value
 
-    uint32_t n_half;            // positive levels
-    float    bounds[MOST_HALF]; // between them
-    float    steps;             // of a standard deviation
+    uint32_t n_half; // levels of a sign
+    float    step;   // from level to level, of a standard deviation
 };
 
 // of some layers: keys and values
@@ -187,14 +183,14 @@ struct kvf_gpu_attend {
         return n < 2 ? 2 : n > MOST_PART ? MOST_PART : n;
     }
     // of these, what positions outside the pool have, by their codes: no more than have them done in the same time. its: of
-    // a sequence's ask. CELLS: of the pool that take as long as codes of 128 positions
+    // a sequence's ask. cells: of the pool that take as long as codes of 128 positions
     KVF_BOTH uint32_t n_far(const int32_t * its, uint32_t n_part) const {
-        const uint32_t cells = whole ? 48 : 96, far = (its[kvf_gpu_ask::N_UNIT] + 7) / 8;
+        const uint32_t cells = whole ? 64 : 128, far = (its[kvf_gpu_ask::N_UNIT] + 7) / 8;
         const uint32_t near = 1 + (its[kvf_gpu_ask::N_COMMON] * p.n_chunk + its[kvf_gpu_ask::N_FILL] * 16) / cells;
         uint32_t       n    = (far * n_part + (far + near) / 2) / (far + near);
         n                   = n < 1 ? 1 : n >= n_part ? n_part - 1 : n;
-        const uint32_t most = (far + n * n_warp - 1) / (n * n_warp); // of a warp
-        return far == 0 ? 0 : (far + most * n_warp - 1) / (most * n_warp);
+        const uint32_t most = (far * 4 + n_warp - 1) / n_warp; // a warp has 32 positions, or more
+        return far == 0 ? 0 : n < most ? n : most;
     }
 };
 

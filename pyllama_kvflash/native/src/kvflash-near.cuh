@@ -34,127 +34,99 @@ struct pool_cells {
     }
 };
 
-// bytes, which are aligned. They are there after copied()
-template <uint32_t SIZE> static __device__ void copy_piece(uint32_t to, const char * src) {
-    char * const dst = &shared<char>(to);
-#ifndef __CUDACC__
-    kvf_copy_later(dst, src, SIZE);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile(
-            "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((uint32_t) __cvta_generic_to_shared(dst)), "l"(src), "n"(SIZE)
-            : "memory");
-#else
-#pragma unroll
-    for (uint32_t i = 0; i < SIZE; i += 4) {
-        *(uint32_t *) (dst + i) = *(const uint32_t *) (src + i);
-    }
-#endif
-}
-
-static __device__ void copies_begun() {
-#ifndef __CUDACC__
-    kvf_copies_begun();
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// all copies of a warp, but for those between the last N calls of copies_begun()
+// landed(), of all threads of a warp
 template <uint32_t N> static __device__ void copied() {
-#ifndef __CUDACC__
-    kvf_copied(N);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-#endif
+    landed<N>();
     __syncwarp();
 }
 
-// a head's bytes of the rows of some cells: of keys, or of values
-struct pool_rows {
-    int32_t      type;
-    const char * from;
-    uint64_t     stride;
-    uint32_t     n, size;    // bytes; those that are copied at once, 1: nothing is aligned
-    uint32_t     shift;      // where those of the head begin
-    uint32_t     first;      // and its first value among these
-    uint32_t     at, room;   // of the warp, in shared memory; from row to row
-    uint32_t     row, i;     // of the lane's first piece: its row, and which one of that
-    uint32_t     more, rest; // from piece to piece of a lane
-
-    __device__ pool_rows(const kvf_gpu_attend & a, const attend_places & places, uint32_t head, bool values) {
-        const auto &   r     = a.rows[values];
-        const uint32_t begin = piece_of(r, head, n), end = begin + n;
-        type   = r.type;
-        stride = (values ? a.p.v.size : a.p.k.size) / UNIT;
-        from   = values ? a.p.v.data : a.p.k.data;
-        first  = head * r.d - begin / r.block_size * r.block;
-        room   = places.room[values];
-        at     = places.rows + threadIdx.x / 32 * UNIT * (places.room[0] + places.room[1]) + values * UNIT * places.room[0];
-
-        const uint64_t all = (uint64_t) from | stride;
-        uint32_t       low = begin, high = end; // as much more as is aligned
-        size = 16;
-        if (all % 16 == 0 && GGML_PAD(end, 16) <= stride) {
-            low  = begin / 16 * 16;
-            high = GGML_PAD(end, 16);
-        } else {
-            while (size > 1 && (all | begin | end) % size) {
-                size /= 2;
-            }
-            if (size < 4) { size = 1; }
+// by a warp
+static __device__ void describe_rows(
+        const kvf_gpu_attend & a, const attend_places & places, uint32_t head, bool values, pool_rows & to) {
+    const auto &   r = a.rows[values];
+    uint32_t       n;
+    const uint32_t begin = piece_of(r, head, n), end = begin + n, lane = threadIdx.x % 32;
+    const uint64_t stride = (values ? a.p.v.size : a.p.k.size) / UNIT;
+    const char *   from   = values ? a.p.v.data : a.p.k.data;
+    const uint64_t all    = (uint64_t) from | stride;
+    uint32_t       low = begin, high = end, size = 16; // as much more as is aligned
+    if (all % 16 == 0 && GGML_PAD(end, 16) <= stride) {
+        low  = begin / 16 * 16;
+        high = GGML_PAD(end, 16);
+    } else {
+        while (size > 1 && (all | begin | end) % size) {
+            size /= 2;
         }
-        from += low;
-        n     = high - low;
-        shift = begin - low;
-
-        const uint32_t n_piece = n / size, lane = threadIdx.x % 32;
-        row  = lane / n_piece;
-        i    = lane % n_piece;
-        more = 32 / n_piece;
-        rest = 32 % n_piece;
+        if (size < 4) { size = 1; }
     }
+    const uint32_t n_piece = (high - low) / size;
+    to.row[lane] = lane / n_piece;
+    to.i[lane]   = lane % n_piece;
+    if (lane > 0) { return; }
+    to.from   = from + low;
+    to.stride = stride;
+    to.type   = r.type;
+    to.n      = high - low;
+    to.size   = size;
+    to.shift  = begin - low;
+    to.first  = head * r.d - begin / r.block_size * r.block;
+    to.room   = places.room_of(values);
+    to.more   = 32 / n_piece;
+    to.rest   = 32 % n_piece;
+}
 
-    template <uint32_t SIZE> __device__ void copy_all(const char * its, uint32_t last) const {
-        const uint32_t n_piece = n / SIZE;
-        uint32_t       row = this->row, i = this->i;
+template <uint32_t SIZE>
+static __device__ void copy_rows(const pool_rows & rows, uint32_t at, const char * its, uint32_t last) {
+    const uint32_t n_piece = rows.n / SIZE, more = rows.more, rest = rows.rest, room = rows.room, stride = rows.stride;
+    uint32_t       row = rows.row[threadIdx.x % 32], i = rows.i[threadIdx.x % 32];
 #pragma unroll 2
-        while (row < UNIT) {
-            copy_piece<SIZE>(at + row * room + i * SIZE, its + min(row, last) * stride + i * SIZE);
-            i += rest;
-            row += more + (i >= n_piece);
-            i -= i >= n_piece ? n_piece : 0;
-        }
+    while (row < UNIT) {
+        copy_piece<SIZE>(&shared<char>(at + row * room + i * SIZE), its + (uint64_t) min(row, last) * stride + i * SIZE);
+        i += rest;
+        row += more + (i >= n_piece);
+        i -= i >= n_piece ? n_piece : 0;
     }
+}
 
-    // of cells that are not, those of another one
-    __device__ void copy(const pool_cells & cells) const {
-        const char *   its  = from + cells.cell * stride;
-        const uint32_t last = max(cells.n, 1u) - 1;
-        __syncwarp();
-        switch (size) {
-            case 16: return copy_all<16>(its, last);
-            case 8: return copy_all<8>(its, last);
-            case 4: return copy_all<4>(its, last);
-        }
-#pragma unroll 1
-        for (uint32_t i = threadIdx.x % 32; i < UNIT * n; i += 32) {
-            shared<char>(at + i / n * room + i % n) = its[min(i / n, last) * stride + i % n];
-        }
+// rows of cells, to `at` in shared memory. of cells that are not, those of another one
+static __device__ void copy_rows(const pool_rows & rows, uint32_t at, const pool_cells & cells) {
+    const char *   its  = rows.from + cells.cell * rows.stride;
+    const uint32_t last = max(cells.n, 1u) - 1, n = rows.n;
+    __syncwarp();
+    switch (rows.size) {
+        case 16: return copy_rows<16>(rows, at, its, last);
+        case 8: return copy_rows<8>(rows, at, its, last);
+        case 4: return copy_rows<4>(rows, at, its, last);
     }
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x % 32; i < UNIT * n; i += 32) {
+        shared<char>(at + i / n * rows.room + i % n) = its[min(i / n, last) * rows.stride + i % n];
+    }
+}
+
+// rows that have come to a warp
+struct rows_here {
+    const pool_rows & its;
+    uint32_t          at, room;
+
+    __device__ rows_here(const attend_places & places, const pool_rows & its, bool values) :
+        its(its), at(places.rows + threadIdx.x / 32 * places.each + COLS * UNIT * sizeof(uint16_t) +
+                     values * UNIT * places.room[0]),
+        room(places.room_of(values)) {}
 
     // four values of a row as halves, from i on, of n
     template <int32_t TYPE> __device__ uint2 four(uint32_t row, uint32_t i, uint32_t n) const {
-        const uint32_t its = at + row * room + shift;
-        if (TYPE == GGML_TYPE_F16) { return shared<uint2>(its + 2 * i); }
+        const uint32_t from = at + row * room + its.shift;
+        if (TYPE == GGML_TYPE_F16) { return shared<uint2>(from + 2 * i); }
         if (TYPE == GGML_TYPE_Q8_0) {
-            const auto &   b     = shared<block_q8_0>(its + i / 32 * sizeof(block_q8_0));
+            const auto &   b     = shared<block_q8_0>(from + i / 32 * sizeof(block_q8_0));
             const auto *   two   = (const uint16_t *) (b.qs + i % 32);
             const uint32_t bytes = (two[0] | (uint32_t) two[1] << 16) ^ 0x80808080;
             const half2    scale = __half2half2(b.d);
             return {scaled(__byte_perm(bytes, 0x64646464, 0x4140), scale),
                     scaled(__byte_perm(bytes, 0x64646464, 0x4342), scale)};
         }
-        return any_four(type, &shared<char>(its), first + i, i < n ? n - i : 0);
+        return any_four(its.type, &shared<char>(from), its.first + i, i < n ? n - i : 0);
     }
 
     // two bytes of 1024 and 128 more
@@ -178,9 +150,9 @@ struct pool_rows {
 
     // TYPE of four(): that of the cache where a head's four values lie as they are read there
     template <typename F> __device__ void with_type(uint32_t d, const F & f) const {
-        if (d % 16 == 0 && first == 0 && shift % 8 == 0 && type == GGML_TYPE_F16) {
+        if (d % 16 == 0 && its.first == 0 && its.shift % 8 == 0 && its.type == GGML_TYPE_F16) {
             f(std::integral_constant<int32_t, GGML_TYPE_F16>());
-        } else if (d % 16 == 0 && first == 0 && type == GGML_TYPE_Q8_0) {
+        } else if (d % 16 == 0 && its.first == 0 && its.type == GGML_TYPE_Q8_0) {
             f(std::integral_constant<int32_t, GGML_TYPE_Q8_0>());
         } else {
             f(std::integral_constant<int32_t, GGML_TYPE_COUNT>());
@@ -210,7 +182,7 @@ static __device__ void plain_queries(
 }
 
 // logits of base 2 of rows g and g + 8, each of queries 2*t and 2*t + 1
-static __device__ void cell_logits(const kvf_gpu_layer & p, const pool_rows & rows, const uint2 * queries, float (&res)[4]) {
+static __device__ void cell_logits(const kvf_gpu_layer & p, const rows_here & rows, const uint2 * queries, float (&res)[4]) {
     const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     rows.with_type(p.d, [&](auto type) {
 #pragma unroll 2
@@ -229,7 +201,7 @@ static __device__ void cell_logits(const kvf_gpu_layer & p, const pool_rows & ro
 // The sums of values by weights. A lane has cells t, t + 4, ... of 16: of each the values 4*g on of 32, which are rows g and
 // g + 8 of two products. weights: [query][t][cell]
 static __device__ void cell_values(
-        uint32_t d, const pool_rows & rows, const uint2 * weights, const float (&factor)[2], float4 * values) {
+        uint32_t d, const rows_here & rows, const uint2 * weights, const float (&factor)[2], float4 * values) {
     const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint2    b   = weights[lane];
     const auto     add = [&](float4 & to, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
@@ -285,16 +257,14 @@ static __device__ void cell_weights(const pool_cells & cells, const int32_t (&po
 
 // The pool: what is common up to each row's token, and the guests. A warp takes 16 cells at a time, while the next ones come
 static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places & at, const asked & ask,
-        const attend_task & task, const int32_t * tokens, far_sums & its) {
+        const attend_task & task, const int32_t * tokens, const attend_memory & m, far_sums & its) {
     const auto &    p    = a.p;
     const uint32_t  warp = threadIdx.x / 32, n_warp = (task.n_part - task.n_far) * at.n_warp;
     const uint32_t  first = (task.part - task.n_far) * at.n_warp + warp;
     const uint32_t  n_all = task.n_common * (p.n_chunk / UNIT) + task.n_fill;
     const bool      apart = p.v.n_run > 0; // keys are not values, too
-    const pool_rows keys(a, at, task.head, false);
-    pool_rows       values(a, at, task.head, true);
-    if (!apart) { values = keys; }
-    uint16_t * const weights = &shared<uint16_t>(at.weights + warp * COLS * LINE * sizeof(uint32_t));
+    const rows_here keys(at, m.rows[0], false), values(at, m.rows[apart], apart);
+    uint16_t * const weights = &shared<uint16_t>(at.rows + warp * at.each);
 
     int32_t pos[2];
 #pragma unroll
@@ -305,8 +275,8 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places
     // Copies of keys and of values take turns, though there may be nothing to copy. Keys that are values, too, come alone
     const bool alone = !apart && a.whole;
     const auto wait  = [&] { alone ? copied<0>() : copied<1>(); };
-    const auto begin = [&](const pool_rows & rows, const pool_cells & cells, bool is) {
-        if (is && cells.is) { rows.copy(cells); }
+    const auto begin = [&](const rows_here & rows, const pool_cells & cells, bool is) {
+        if (is && cells.is) { copy_rows(rows.its, rows.at, cells); }
         copies_begun();
     };
     pool_cells cells(p, ask, task, n_all, n_all),
@@ -316,7 +286,7 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places
         float y[4] = {}, factor[2];
         if (cells.is) {
             wait();
-            cell_logits(p, keys, &shared<uint2>(at.rotated), y);
+            cell_logits(p, keys, &shared<uint2>(at.queries), y);
         }
         if (apart || !a.whole || !cells.is) { begin(keys, next, true); }
         if (cells.is) {
@@ -326,7 +296,7 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places
                 cell_values(a.coding[1].d, values, (const uint2 *) weights, factor, values_of(at, warp) + threadIdx.x % 32);
             }
         }
-        begin(apart ? values : keys, next, a.whole && (apart || cells.is));
+        begin(values, next, a.whole && (apart || cells.is));
         cells = next;
         next  = pool_cells(p, ask, task, i + n_warp, n_all);
     }

@@ -1,6 +1,6 @@
 // products with codes, see kvflash-codes.h
 
-#include "kvflash-levels.h"
+#include "kvflash-codes.h"
 
 #include <algorithm>
 #include <cstring>
@@ -15,30 +15,32 @@ struct packed {
     const uint8_t * at;
     size_t          stride; // of a unit
     uint32_t        n_unit, n_bit, width;
-    const uint8_t * table;
 
     uint32_t each() const { return 8 / n_bit; } // values in a byte
     uint32_t n_quad() const { return width / 4; }
 };
 
-static void unpack(const packed & p, const uint8_t * unit, uint32_t quad, uint8_t * levels) {
-    const uint8_t * from  = unit + quad / p.each() * KVF_QUAD;
+static constexpr uint32_t QUAD = kvf_codes::QUAD;
+
+static void unpack(const packed & p, const uint8_t * unit, uint32_t quad, uint8_t * codes) {
+    const uint8_t * from  = unit + quad / p.each() * QUAD;
     const uint32_t  shift = quad % p.each() * p.n_bit, mask = (1 << p.n_bit) - 1;
-    for (uint32_t i = 0; i < KVF_QUAD; ++i) {
-        levels[i] = p.table[from[i] >> shift & mask];
+    for (uint32_t i = 0; i < QUAD; ++i) {
+        codes[i] = from[i] >> shift & mask;
     }
 }
 
 template <uint32_t N> static void key_any(const packed & p, const int8_t * q, int32_t * res) {
-    uint8_t lv[KVF_QUAD];
+    uint8_t codes[QUAD];
     for (uint32_t u = 0; u < p.n_unit; ++u, res += N * LANES) {
         int32_t sums[N][LANES] = {};
         for (uint32_t quad = 0; quad < p.n_quad(); ++quad) {
-            unpack(p, p.at + u * p.stride, quad, lv);
+            unpack(p, p.at + u * p.stride, quad, codes);
             for (uint32_t i = 0; i < N; ++i) {
                 const int8_t * x = q + (size_t) i * p.width + quad * 4;
                 for (uint32_t l = 0; l < LANES; ++l) {
-                    sums[i][l] += lv[l * 4] * x[0] + lv[l * 4 + 1] * x[1] + lv[l * 4 + 2] * x[2] + lv[l * 4 + 3] * x[3];
+                    sums[i][l] += codes[l * 4] * x[0] + codes[l * 4 + 1] * x[1] + codes[l * 4 + 2] * x[2] +
+                                  codes[l * 4 + 3] * x[3];
                 }
             }
         }
@@ -47,16 +49,16 @@ template <uint32_t N> static void key_any(const packed & p, const int8_t * q, in
 }
 
 template <uint32_t N> static void value_any(const packed & p, const int8_t * w, int32_t * res) {
-    uint8_t lv[KVF_QUAD];
+    uint8_t codes[QUAD];
     std::fill_n(res, (size_t) N * p.width, 0);
     for (uint32_t u = 0; u < p.n_unit; ++u) {
         for (uint32_t quad = 0; quad < p.n_quad(); ++quad) {
-            unpack(p, p.at + u * p.stride, quad, lv);
+            unpack(p, p.at + u * p.stride, quad, codes);
             for (uint32_t i = 0; i < N; ++i) {
-                const int8_t * its = w + ((size_t) u * N + i) * KVF_QUAD;
+                const int8_t * its = w + ((size_t) u * N + i) * QUAD;
                 for (uint32_t l = 0; l < LANES; ++l) {
                     for (uint32_t k = 0; k < 4; ++k) {
-                        res[i * p.width + quad * 4 + k] += lv[l * 4 + k] * its[l / 4 * 16 + l % 4];
+                        res[i * p.width + quad * 4 + k] += codes[l * 4 + k] * its[l / 4 * 16 + l % 4];
                     }
                 }
             }
@@ -75,20 +77,19 @@ static uint32_t four_at(const int8_t * x) {
 #define KVF_VNNI __attribute__((target("avx512f,avx512bw,avx512vnni")))
 
 template <uint32_t N> KVF_VNNI static void key_vnni(const packed & p, const int8_t * q, int32_t * res) {
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) p.table));
-    const __m512i mask  = _mm512_set1_epi8((1 << p.n_bit) - 1);
+    const __m512i mask = _mm512_set1_epi8((1 << p.n_bit) - 1);
     for (uint32_t u = 0; u < p.n_unit; ++u, res += N * LANES) {
         const uint8_t * from = p.at + u * p.stride;
         __m512i         sums[N];
         for (uint32_t i = 0; i < N; ++i) {
             sums[i] = _mm512_setzero_si512();
         }
-        for (uint32_t quad = 0; quad < p.n_quad(); from += KVF_QUAD) {
+        for (uint32_t quad = 0; quad < p.n_quad(); from += QUAD) {
             __m512i c = _mm512_loadu_si512(from);
             for (uint32_t end = quad + p.each(); quad < end; ++quad, c = _mm512_srli_epi16(c, p.n_bit)) {
-                const __m512i lv = _mm512_shuffle_epi8(table, _mm512_and_si512(c, mask));
+                const __m512i codes = _mm512_and_si512(c, mask);
                 for (uint32_t i = 0; i < N; ++i) {
-                    sums[i] = _mm512_dpbusd_epi32(sums[i], lv, _mm512_set1_epi32(four_at(q + i * p.width + quad * 4)));
+                    sums[i] = _mm512_dpbusd_epi32(sums[i], codes, _mm512_set1_epi32(four_at(q + i * p.width + quad * 4)));
                 }
             }
         }
@@ -102,21 +103,20 @@ template <uint32_t N> KVF_VNNI static void key_vnni(const packed & p, const int8
 #define KVF_TURNED 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15
 
 template <uint32_t N> KVF_VNNI static void value_vnni(const packed & p, const int8_t * w, int32_t * res) {
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) p.table));
-    const __m512i turn  = _mm512_broadcast_i32x4(_mm_setr_epi8(KVF_TURNED));
-    const __m512i mask  = _mm512_set1_epi8((1 << p.n_bit) - 1);
+    const __m512i turn = _mm512_broadcast_i32x4(_mm_setr_epi8(KVF_TURNED));
+    const __m512i mask = _mm512_set1_epi8((1 << p.n_bit) - 1);
     for (uint32_t quad = 0; quad < p.n_quad(); ++quad) {
-        const uint8_t * from  = p.at + quad / p.each() * KVF_QUAD;
+        const uint8_t * from  = p.at + quad / p.each() * QUAD;
         const uint32_t  shift = quad % p.each() * p.n_bit;
         __m512i         sums[N];
         for (uint32_t i = 0; i < N; ++i) {
             sums[i] = _mm512_setzero_si512();
         }
         for (uint32_t u = 0; u < p.n_unit; ++u) {
-            const __m512i c  = _mm512_srli_epi16(_mm512_loadu_si512(from + u * p.stride), shift);
-            const __m512i lv = _mm512_shuffle_epi8(_mm512_shuffle_epi8(table, _mm512_and_si512(c, mask)), turn);
+            const __m512i c     = _mm512_srli_epi16(_mm512_loadu_si512(from + u * p.stride), shift);
+            const __m512i codes = _mm512_shuffle_epi8(_mm512_and_si512(c, mask), turn);
             for (uint32_t i = 0; i < N; ++i) {
-                sums[i] = _mm512_dpbusd_epi32(sums[i], lv, _mm512_loadu_si512(w + (u * N + i) * KVF_QUAD));
+                sums[i] = _mm512_dpbusd_epi32(sums[i], codes, _mm512_loadu_si512(w + (u * N + i) * QUAD));
             }
         }
         for (uint32_t i = 0; i < N; ++i) {
@@ -129,19 +129,17 @@ template <uint32_t N> KVF_VNNI static void value_vnni(const packed & p, const in
 
 #define KVF_AVX2 __attribute__((target("avx2")))
 
-// sums of four products of bytes: 2*127*127 is less than 2^15
-KVF_AVX2 static inline __m256i add_fours(__m256i sums, __m256i lv, __m256i x) {
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(lv, x), _mm256_set1_epi16(1)));
+// sums of four products of bytes: 2*15*127 is less than 2^15
+KVF_AVX2 static inline __m256i add_fours(__m256i sums, __m256i codes, __m256i x) {
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
 }
 
-KVF_AVX2 static inline __m256i levels_at(const uint8_t * from, uint32_t shift, __m256i mask, __m256i table) {
-    const __m256i c = _mm256_srli_epi16(_mm256_loadu_si256((const __m256i *) from), shift);
-    return _mm256_shuffle_epi8(table, _mm256_and_si256(c, mask));
+KVF_AVX2 static inline __m256i codes_at(const uint8_t * from, uint32_t shift, __m256i mask) {
+    return _mm256_and_si256(_mm256_srli_epi16(_mm256_loadu_si256((const __m256i *) from), shift), mask);
 }
 
 template <uint32_t N> KVF_AVX2 static void key_avx2(const packed & p, const int8_t * q, int32_t * res) {
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) p.table));
-    const __m256i mask  = _mm256_set1_epi8((1 << p.n_bit) - 1);
+    const __m256i mask = _mm256_set1_epi8((1 << p.n_bit) - 1);
     for (uint32_t u = 0; u < p.n_unit; ++u, res += N * LANES) {
         for (uint32_t half = 0; half < 2; ++half) { // of the positions: the sums of all are more than there are registers
             __m256i sums[N];
@@ -149,10 +147,10 @@ template <uint32_t N> KVF_AVX2 static void key_avx2(const packed & p, const int8
                 sums[i] = _mm256_setzero_si256();
             }
             for (uint32_t quad = 0; quad < p.n_quad(); ++quad) {
-                const __m256i lv = levels_at(p.at + u * p.stride + quad / p.each() * KVF_QUAD + half * 32,
-                        quad % p.each() * p.n_bit, mask, table);
+                const __m256i codes =
+                        codes_at(p.at + u * p.stride + quad / p.each() * QUAD + half * 32, quad % p.each() * p.n_bit, mask);
                 for (uint32_t i = 0; i < N; ++i) {
-                    sums[i] = add_fours(sums[i], lv, _mm256_set1_epi32(four_at(q + i * p.width + quad * 4)));
+                    sums[i] = add_fours(sums[i], codes, _mm256_set1_epi32(four_at(q + i * p.width + quad * 4)));
                 }
             }
             for (uint32_t i = 0; i < N; ++i) {
@@ -163,9 +161,8 @@ template <uint32_t N> KVF_AVX2 static void key_avx2(const packed & p, const int8
 }
 
 template <uint32_t N> KVF_AVX2 static void value_avx2(const packed & p, const int8_t * w, int32_t * res) {
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) p.table));
-    const __m256i turn  = _mm256_broadcastsi128_si256(_mm_setr_epi8(KVF_TURNED));
-    const __m256i mask  = _mm256_set1_epi8((1 << p.n_bit) - 1);
+    const __m256i turn = _mm256_broadcastsi128_si256(_mm_setr_epi8(KVF_TURNED));
+    const __m256i mask = _mm256_set1_epi8((1 << p.n_bit) - 1);
     for (uint32_t quad = 0; quad < p.n_quad(); ++quad) {
         __m256i sums[N];
         for (uint32_t i = 0; i < N; ++i) {
@@ -173,13 +170,12 @@ template <uint32_t N> KVF_AVX2 static void value_avx2(const packed & p, const in
         }
         for (uint32_t u = 0; u < p.n_unit; ++u) {
             for (uint32_t half = 0; half < 2; ++half) {
-                const __m256i lv =
-                        _mm256_shuffle_epi8(levels_at(p.at + u * p.stride + quad / p.each() * KVF_QUAD + half * 32,
-                                                    quad % p.each() * p.n_bit, mask, table),
-                                turn);
+                const __m256i codes = _mm256_shuffle_epi8(
+                        codes_at(p.at + u * p.stride + quad / p.each() * QUAD + half * 32, quad % p.each() * p.n_bit, mask),
+                        turn);
                 for (uint32_t i = 0; i < N; ++i) {
-                    const auto * x = (const __m256i *) (w + (u * N + i) * KVF_QUAD + half * 32);
-                    sums[i]        = add_fours(sums[i], lv, _mm256_loadu_si256(x));
+                    const auto * x = (const __m256i *) (w + (u * N + i) * QUAD + half * 32);
+                    sums[i]        = add_fours(sums[i], codes, _mm256_loadu_si256(x));
                 }
             }
         }
@@ -236,12 +232,12 @@ static const products & best_of(uint32_t N) {
 
 void kvf_codes::key_products(
         uint32_t head, uint32_t first, uint32_t n_unit, const int8_t * queries, uint32_t N, int32_t * res) const {
-    const packed p = {unit(first, head), unit_bytes(), n_unit, n_bit, width, kvf_levels_of(n_bit).table};
+    const packed p = {unit(first, head), unit_bytes(), n_unit, n_bit, width};
     best_of(N).key(p, queries, res);
 }
 
 void kvf_codes::value_sums(
         uint32_t head, uint32_t first, uint32_t n_unit, const int8_t * weights, uint32_t N, int32_t * res) const {
-    const packed p = {unit(first, head), unit_bytes(), n_unit, n_bit, width, kvf_levels_of(n_bit).table};
+    const packed p = {unit(first, head), unit_bytes(), n_unit, n_bit, width};
     best_of(N).value(p, weights, res);
 }

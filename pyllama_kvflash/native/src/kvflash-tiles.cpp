@@ -43,7 +43,7 @@ void kvf_coarse_on_cpu::prepare(
         for (uint32_t i = 0; i < width; ++i) {
             sum += bytes[i];
         }
-        res.middle[j] = kvf_codes::middle() * sum;
+        res.middle[j] = codes_k.middle() * sum;
     }
 }
 
@@ -169,8 +169,8 @@ void kvf_coarse_on_cpu::add_values(const work & w, uint32_t head, uint32_t first
     v.value_sums(head, first, n, bytes.data(), who.n, sums.data());
     for (uint32_t i = 0; i < who.n; ++i) {
         const uint32_t j = who.its[i];
-        kvf_add_sums(parts[j].values(), sums.data() + (size_t) i * v.width, v.width, worth[i] * factors[j],
-                kvf_codes::middle() * sum[i]);
+        kvf_add_sums(
+                parts[j].values(), sums.data() + (size_t) i * v.width, v.width, worth[i] * factors[j], v.middle() * sum[i]);
     }
 }
 

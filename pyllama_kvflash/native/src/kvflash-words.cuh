@@ -6,9 +6,9 @@
 
 // which value has its sum at a place among those of a query. value_near(): of values as they are, as attend_pool() has them
 template <uint32_t N_BIT> static __device__ uint32_t value_of(uint32_t place) {
-    const uint32_t first = place / AT_ONCE * AT_ONCE, i = place % AT_ONCE / 16, row = place % 16, in = row / 8 * 2 + i / 2;
-    return N_BIT == 4 ? first + row % 8 * 8 + i % 2 * 4 + in
-                      : first / (2 * AT_ONCE) * (2 * AT_ONCE) + row % 8 * 16 + first / AT_ONCE % 2 * 4 + i % 2 * 8 + in;
+    const uint32_t group = place / AT_ONCE, i = place % AT_ONCE / 16, g = place % 8, upper = place % 16 / 8;
+    return N_BIT == 4 ? (group * 8 + g) * 8 + upper * 4 + i
+                      : (group / 2 * 8 + g) * 16 + (2 * (i % 2) + upper) * 4 + group % 2 * 2 + i / 2;
 }
 
 static __device__ uint32_t value_near(uint32_t place) {
@@ -21,58 +21,67 @@ static __device__ float4 * values_of(const attend_places & at, uint32_t warp) {
     return &shared<float4>(at.values) + warp * COLS / 4 * at.n_value;
 }
 
-// four bytes of each of four words, turned: the bytes that are in the same place
-static __device__ void turn(const uint32_t (&w)[4], uint32_t (&res)[4]) {
-    const uint32_t x = __byte_perm(w[0], w[1], 0x5140), y = __byte_perm(w[2], w[3], 0x5140);
-    const uint32_t z = __byte_perm(w[0], w[1], 0x7362), v = __byte_perm(w[2], w[3], 0x7362);
-    res[0] = __byte_perm(x, y, 0x5410);
-    res[1] = __byte_perm(x, y, 0x7632);
-    res[2] = __byte_perm(z, v, 0x5410);
-    res[3] = __byte_perm(z, v, 0x7632);
-}
-
-// Sums of values by the weights' bytes, AT_ONCE of them after the others. A lane has a word of four positions of two units:
-// rows g are values of its lower half, and rows g + 8 of its upper one. Few loops are unrolled: a layer
-// runs each instruction a few times, and waits for every one that is not in the multiprocessor's cache
+// Sums of values by weights, AT_ONCE of them after the others. A lane has words of eight positions, four and four that are
+// eight further on: two of these with the same place in a half of their words are two halves of a product's rows, one code
+// for rows g and the next one for rows g + 8. A code that is the last bits of a half of 1024 adds up as it is, times where
+// its bits are; mean() takes that off. Few loops are unrolled: a layer runs each instruction a few times, and waits for every
+// one that is not in the multiprocessor's cache
 template <uint32_t N_BIT> struct value_sums {
     static constexpr uint32_t EACH = 4 / N_BIT; // times that the same words are taken
+    static constexpr uint32_t MASK = 0x00010001 * ((1 << N_BIT) - 1);
 
-    const uint8_t * codes;   // the lane's
-    uint32_t        size, n; // of a unit; pairs of units, each as often as it is taken
+    const uint8_t * codes; // the lane's
+    uint32_t        size;  // of a unit
+    uint32_t        ones;  // halves of 1024; of a number that the compiler knows it makes an instruction more
     uint4           next[2];
 
     // codes: of a piece's first unit. what is past a row may be another's
     __device__ value_sums(const kvf_gpu_attend & a, const uint8_t * codes) :
-        codes(codes + threadIdx.x % 32 * 16), size(unit_bytes(a.coding[1])), n(a.n_value() / AT_ONCE * PAIRS) {
-        read(0);
+        size(unit_bytes(a.coding[1])), ones(0x64006400 + threadIdx.y) { // of a row of threads: 0
+        const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        this->codes = codes + t / 2 * size + g * UNIT * 4 + t % 2 * 16;
+        read(0, 0);
     }
 
-    __device__ void read(uint32_t i) {
-        const uint8_t * from = codes + i / (PAIRS * EACH) * 8 * UNIT * 4 + i % PAIRS * 2 * size;
+    __device__ void read(uint32_t group, uint32_t pair) {
+        const uint8_t * from = codes + group / EACH * 8 * UNIT * 4 + pair * 2 * size;
         next[0]              = read_words(from);
-        next[1]              = read_words(from + size);
+        next[1]              = read_words(from + 32);
     }
 
-    // the i-th pair
-    __device__ void add(const level_tables<N_BIT> & of, uint32_t i, const uint32_t * weights, int (&res)[4][4]) {
-        const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, sub = i / PAIRS % EACH;
-        const uint4    words[] = {next[0], next[1]};
-        const uint2    b       = {weights[g * LINE + i % PAIRS * 8 + t], weights[g * LINE + i % PAIRS * 8 + 4 + t]};
-        if (i + 1 < n) { read(i + 1); }
-        uint32_t lv[2][2][4]; // [unit][half]
+    // the i-th of four products of the words' halves: rows g, or g + 8
+    __device__ uint32_t rows_in(const uint32_t (&x)[2], uint32_t i, uint32_t upper) const {
+        const uint32_t its   = N_BIT == 4 ? x[i / 2] >> i % 2 * 8 : x[0] >> i / 2 * 8;
+        const uint32_t place = N_BIT == 4 ? upper : i % 2 * 2 + upper;
+        return (its & MASK << N_BIT * place) | ones;
+    }
+    // what a code counts as
+    static __device__ float unit(uint32_t i, uint32_t upper) {
+        return 1.0f / (1 << N_BIT * (N_BIT == 4 ? upper : i % 2 * 2 + upper));
+    }
+    // what is added to each code, less its middle
+    static __device__ float mean(uint32_t i, uint32_t upper) { return 1024 * unit(i, upper) + middle_of<N_BIT>(); }
+
+    // a pair of units, and what comes then: another one, if `more`
+    __device__ void add(uint32_t group, const uint4 & weights, bool more, uint32_t next_group, uint32_t next_pair,
+            float (&res)[4][4]) {
+        const uint4 a = next[0], b = next[1];
+        if (more) { read(next_group, next_pair); }
+        const uint32_t from[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
 #pragma unroll
-        for (uint32_t u = 0; u < 2; ++u) {
+        for (uint32_t k = 0; k < 4; k += 2) {
+            uint32_t x[2][2]; // of two products' halves of 16: the codes of their positions
 #pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-                const uint4 &  x      = words[u];
-                const uint32_t four[] = {levels_of(of, x.x, sub, half), levels_of(of, x.y, sub, half),
-                        levels_of(of, x.z, sub, half), levels_of(of, x.w, sub, half)};
-                turn(four, lv[u][half]);
+            for (uint32_t i = 0; i < 2; ++i) {
+                const auto & its = from[k + i];
+                x[i][0] = __byte_perm(its[0], its[1], N_BIT == 2 && group % 2 ? 0x7632 : 0x5410);
+                x[i][1] = N_BIT == 2 ? 0 : __byte_perm(its[0], its[1], 0x7632);
             }
-        }
+            const uint2 by = k ? uint2{weights.z, weights.w} : uint2{weights.x, weights.y};
 #pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-            multiply(res[j], lv[0][0][j], lv[0][1][j], lv[1][0][j], lv[1][1][j], b);
+            for (uint32_t i = 0; i < 4; ++i) {
+                multiply(res[i], rows_in(x[0], i, 0), rows_in(x[0], i, 1), rows_in(x[1], i, 0), rows_in(x[1], i, 1), by);
+            }
         }
     }
 };
@@ -80,10 +89,8 @@ template <uint32_t N_BIT> struct value_sums {
 // words of keys of a pair of units, as a lane has them: of STEPS products
 template <uint32_t N_BIT> struct key_words {
     uint4 w[N_BIT];
-    uint2 scales;
 
-    __device__ void read(const uint8_t * from, const uint16_t * its) {
-        scales = read_scales(its);
+    __device__ void read(const uint8_t * from) {
 #pragma unroll
         for (uint32_t i = 0; i < N_BIT; ++i) {
             w[i] = read_words(from + i * 4 * UNIT * 4);
@@ -91,12 +98,13 @@ template <uint32_t N_BIT> struct key_words {
     }
 
     // with queries
-    __device__ void add(const level_tables<N_BIT> & of, const uint2 * words, int (&one)[4], int (&two)[4]) const {
+    __device__ void add(const uint2 * queries, int (&one)[4], int (&two)[4]) const {
 #pragma unroll
         for (uint32_t i = 0; i < STEPS; ++i) {
-            const uint4 & x   = w[i * N_BIT / 4];
-            const uint2   b   = words[i * 32];
-            const auto    its = [&](uint32_t x, uint32_t half) { return levels_of(of, x, i % 2, half); };
+            const uint4 &  x   = w[i * N_BIT / 4];
+            const uint2    b   = queries[i * 32];
+            const uint32_t f   = N_BIT == 2 ? i % 2 * 2 : 0;
+            const auto     its = [&](uint32_t word, uint32_t half) { return codes_in<N_BIT>(word, f + half); };
             multiply(one, its(x.x, 0), its(x.y, 0), its(x.x, 1), its(x.y, 1), b);
             multiply(two, its(x.z, 0), its(x.w, 0), its(x.z, 1), its(x.w, 1), b);
         }

@@ -282,6 +282,14 @@ inline void kvf_multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
             [](uint32_t word, uint32_t k) { return GGML_FP16_TO_FP32((uint16_t) (word >> 16 * k)); });
 }
 
+// a turned matrix of 8 rows of 8 halves, of which a lane has two of a row
+inline uint32_t kvf_turned(uint32_t its) {
+    const auto &   words = kvf_operands(its, 0, 0, 0, {0, 0});
+    const uint32_t row = fibers::now->now % 32 / 4, column = fibers::now->now % 4 * 2;
+    const auto     half = [&](uint32_t r) { return words[r * 4 + row / 2][0] >> row % 2 * 16 & 65535; };
+    return half(column) | half(column + 1) << 16;
+}
+
 // cp.async: nothing is copied before it is waited for
 inline auto & kvf_copies() { return fibers::now->threads[fibers::now->now]->copies; }
 inline void   kvf_copy_later(void * dst, const void * src, size_t size) { kvf_copies().back().push_back({dst, src, size}); }
@@ -331,6 +339,7 @@ inline half2 __half2half2(half x) { return {x, x}; }
 inline int   __float2int_rn(float x) { return (int) nearbyintf(x); }
 inline half  __float2half_rn(float x) { return {GGML_FP32_TO_FP16(x)}; }
 inline half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline half2 __float2half2_rn(float x) { return __floats2half2_rn(x, x); }
 inline half2 __hsub2(half2 a, half2 b) {
     return __floats2half2_rn(__low2float(a) - __low2float(b), __high2float(a) - __high2float(b));
 }
@@ -354,23 +363,13 @@ template <typename T, typename F> inline T kvf_bits(F x) {
 inline uint32_t __float_as_uint(float x) { return kvf_bits<uint32_t>(x); }
 inline int      __float_as_int(float x) { return kvf_bits<int>(x); }
 inline float    __uint_as_float(uint32_t x) { return kvf_bits<float>(x); }
+inline float    __int_as_float(int x) { return kvf_bits<float>(x); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t which) {
     const uint64_t both = (uint64_t) y << 32 | x;
     uint32_t       res  = 0;
     for (uint32_t i = 0; i < 4; ++i) {
         res |= (uint32_t) (both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
-    }
-    return res;
-}
-
-// prmt: the last bit of a nibble has its byte be the sign of what it names
-inline uint32_t kvf_pick(uint32_t x, uint32_t y, uint32_t which) {
-    const uint64_t both = (uint64_t) y << 32 | x;
-    uint32_t       res  = 0;
-    for (uint32_t i = 0; i < 4; ++i) {
-        const uint32_t byte = both >> 8 * (which >> 4 * i & 7) & 255;
-        res |= (which >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
     }
     return res;
 }
