@@ -343,7 +343,7 @@ class Options:
             self,
             n_ctx=n_ctx,
             n_batch=min(self.n_batch, n_ctx),
-            n_threads=self.n_threads or _cores(),
+            n_threads=self.n_threads or cores(),
         )
 
 
@@ -354,6 +354,6 @@ def check_span(start: int, end: int, n_ctx: int) -> None:
         raise UsageError(msg)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Return how many cores this process may use: all of them if the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -4,6 +4,7 @@ Codes are the same, bytes for bytes. Both round queries and weights to bytes, of
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from support import tiny
 from support.coarse_runs import N_READ, N_STEPS, apart, coarse_run, steps
 from support.kernels import SOURCES, build_kernels, host_kernels, library
-from support.oracles import CACHES, ON_GPU, Case, Logits, Run, assert_equal
+from support.oracles import CACHES, ON_GPU, SCRIBBLE, Case, Logits, Run, assert_equal
 
 from pyllama_kvflash.native import Model, Record
 from pyllama_kvflash.native.guests import Guests
@@ -156,8 +157,29 @@ def test_saved_codes_go_on(case_of: Callable[..., Case], library: Path) -> None:
     with one.run as a, two.run as b:
         n = one.guests.info().n
         blobs = one.guests.saved_codes(n)
-        two.guests.restore_codes(n, [np.zeros_like(blob) for blob in blobs])
-        two.guests.restore_codes(n, blobs)
+        for layer, blob in enumerate(blobs):
+            two.guests.restore_codes(layer, n, np.zeros_like(blob))
+            two.guests.restore_codes(layer, n, blob)
+        assert_equal(steps(a), steps(b))
+
+
+def test_saved_codes_are_put_back_by_threads(case_of: Callable[..., Case], library: Path) -> None:
+    """Those of different layers at once, in a context that had none: its memory for them is laid out once."""
+    case = case_of("qwen3")
+    with host_kernels(library):
+        one, other = coarse_run(case, bits=(4, 2), late=1), case.pool(1280, coarse=(4, 2), n_exchange=4, late=1)
+    with one.run as a, other as b:
+        b.feed(N_READ)
+        records = [b.read(c) for c in range(N_READ // 64)]
+        for c in range(1, 10):
+            b.ctx.drop(c)
+        guests, n = Guests(b.ctx), one.guests.info().n
+        blobs = one.guests.saved_codes(n)
+        with ThreadPoolExecutor(len(blobs)) as threads:
+            for _ in threads.map(lambda layer: guests.restore_codes(layer, n, blobs[layer]), range(len(blobs))):
+                pass
+        guests.cover(0, records)
+        b.ctx.scribble(SCRIBBLE)
         assert_equal(steps(a), steps(b))
 
 

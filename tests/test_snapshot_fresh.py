@@ -14,7 +14,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
 from support.cuts import cut_off_at_every_line
-from support.formats import as_version_2, sections, with_forged_guests
+from support.formats import as_version_2, as_version_3, codes_of, sections, with_forged_guests
 from support.runs import Open
 from support.snapshots import FRESH, MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
 
@@ -228,7 +228,7 @@ def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> Non
     assert one.pager.flights.n_in == ledger.n_resident, "nothing came in to leave at once"
     assert len(blocks) == ledger.n_guests == ledger.n_share - ledger.n_resident > 0
     assert (units == -1).all()
-    assert codes(one) == [part.tobytes() for part in SnapshotFile(saved).codes()]
+    assert codes(one) == [part.tobytes() for part in codes_of(SnapshotFile(saved))]
     one.check_integrity()
     assert len(answer(one, MORE[:70])) == 40
     one.check_integrity()
@@ -315,6 +315,18 @@ def test_guests_that_an_index_chose(opened: Open, saved: Path, snap: Path) -> No
     assert_same_choice(kv, want)
     assert len(answer(lru, MORE[:70])) == 40
     lru.check_integrity()
+
+
+def test_a_file_of_version_3(opened: Open, saved: Path, snap: Path) -> None:
+    """Its codes are made anew, of its records."""
+    kv, want = opened(**EXACT), opened(**EXACT)
+    as_version_3(saved, snap)
+    for one, path in ((kv, snap), (want, saved)):
+        assert one.restore(path) == N
+        answer(one, MORE[:70], 10)
+        one.check_integrity()
+    assert codes(kv) == codes(want)
+    assert_same_choice(kv, want)
 
 
 def test_a_file_of_version_2(opened: Open, saved: Path, snap: Path) -> None:

@@ -277,8 +277,8 @@ class Memory:
         self.slabs.append(weakref.ref(slab))
         return slab
 
-    def store(self, limit: int | None = None) -> HostStore:
-        self.stores.append(HostStore(HostMemory(N, self, limit)))
+    def store(self, limit: int | None = None, n_growers: int = 1) -> HostStore:
+        self.stores.append(HostStore(HostMemory(N, self, limit, n_growers=n_growers)))
         return self.stores[-1]
 
     def gate(self, i: int) -> threading.Event:
@@ -323,6 +323,36 @@ def test_expected_memory_is_taken_in_slabs_beside(memory: Memory) -> None:
     assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(14))
     assert len(memory.sizes) == 3, "nothing more was taken"
     assert store.memory.held_bytes == store.used_bytes == 14 * N
+
+
+def test_several_slabs_are_taken_at_once(memory: Memory) -> None:
+    """Places come in the order of the slabs, whichever is there first."""
+    store = memory.store(n_growers=3)
+    gate = memory.gate(0)
+    store.memory.expect(28)
+    until(lambda: len(memory.slabs) == 2)
+    assert sorted(memory.sizes) == [4 * N, 8 * N, 16 * N]
+    threading.Timer(0.1, gate.set).start()
+    store.memory.reserve(4)
+    assert store.memory.held_bytes == 4 * N
+    store.memory.reserve(28)
+    for chunk in range(28):
+        store.put(chunk)[:] = mark(chunk)
+    assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(28))
+    assert store.memory.held_bytes == 28 * N
+
+
+def test_no_memory_for_one_of_several_slabs(memory: Memory) -> None:
+    """It is an error, and the store goes on when memory is there again."""
+    store = memory.store(n_growers=3)
+    memory.fail = lambda i: i == 1
+    store.memory.expect(28)
+    with pytest.raises(HostMemoryError, match="no host memory for another"):
+        store.memory.reserve(28)
+    store.memory.reserve(28)
+    for chunk in range(28):
+        store.put(chunk)[:] = mark(chunk)
+    assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(28))
 
 
 def test_plain_memory_is_committed_ahead_too(full: SimpleNamespace) -> None:

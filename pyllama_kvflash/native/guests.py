@@ -83,19 +83,22 @@ class Guests:
             res.append(part)
         return res
 
-    def restore_codes(self, n: int, saved: Sequence[Record]) -> None:
-        """Put back the first n positions of what saved_codes() gave; cover() then lets the chunks be guests."""
-        for layer, (part, size) in enumerate(zip(saved, self.code_sizes(n), strict=True)):
-            src = ffi.from_buffer(part[:size])
-            check(lib.kvf_codes_set(self._ctx.handle, self._ctx.seq, layer, n, src, len(src)))
+    def restore_codes(self, layer: int, n: int, saved: Record) -> None:
+        """Put back the first n positions of what saved_codes() gave of a layer; cover() then lets the chunks be guests.
+
+        Threads may do different layers.
+        """
+        src = ffi.from_buffer(saved[: self._code_size(layer, n)])
+        compute(lib.kvf_codes_set, self._ctx.handle, self._ctx.seq, layer, n, src, len(src))
 
     def code_sizes(self, n: int) -> tuple[int, ...]:
         """Return the bytes of the codes of n positions, of each layer."""
-        out, res = ffi.new("size_t *"), list[int]()
-        for layer in range(len(self.layers)):
-            check(lib.kvf_codes_size(self._ctx.handle, self._ctx.seq, layer, n, out))
-            res.append(int(out[0]))
-        return tuple(res)
+        return tuple(self._code_size(layer, n) for layer in range(len(self.layers)))
+
+    def _code_size(self, layer: int, n: int) -> int:
+        out = ffi.new("size_t *")
+        check(lib.kvf_codes_size(self._ctx.handle, self._ctx.seq, layer, n, out))
+        return int(out[0])
 
     #
     # guests

@@ -5,7 +5,7 @@ Native code makes the choice, in the graph. This module decides which chunks hav
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,7 @@ class GuestRoom:
         self._ledger = ledger
         self._record = record
         self._threads = ThreadPoolExecutor(max(1, n_threads), "kvflash-codes")
+        self._restoring: list[Future[None]] = []
 
     def close(self) -> None:
         """End the threads."""
@@ -86,15 +87,40 @@ class GuestRoom:
             msg = f"there is no memory for the codes of {n_tokens} ({err}): use fewer bits (`coarse` 2), or none"
             raise HostMemoryError(msg) from None
 
-    def restore(self, n: int, n_known: int, codes: Sequence[Record]) -> None:
-        """Put back the codes of the first n chunks, which have their records. codes: from saved_codes(), of as many or more.
+    def begin_restore(self, n_tokens: int, codes: Callable[[int], Record]) -> None:
+        """Begin to put back codes of the first n_tokens positions, in threads. end_restore() or stop_restore() must follow.
 
-        n_known: chunks that had codes when the last segment began. Raises what filling a lent record raises.
+        codes: reads those of a layer, from saved_codes(), of as many positions or more. For any thread. Raises HostMemoryError.
         """
+
+        def put(layer: int) -> None:
+            self.native.restore_codes(layer, n_tokens, codes(layer))
+
+        try:
+            for layer in range(len(self.native.layers)):
+                self._restoring.append(self._threads.submit(put, layer))
+        except RuntimeError as err:
+            msg = f"its codes cannot be put back: {err}"
+            raise HostMemoryError(msg) from None
+
+    def end_restore(self, n: int, n_known: int) -> None:
+        """Wait for the codes of the first n chunks, which have their records.
+
+        n_known: chunks that had codes when the last segment began. Raises what reading them or filling a lent record raises.
+        """
+        for put in self._restoring:
+            put.result()
         records = [self._record(c) for c in range(n)]
-        self.native.restore_codes(n * self._ledger.chunk, codes)
         self.native.cover(0, records[:n_known])
         self.native.cover(n_known, records[n_known:])
+        self._restoring.clear()
+
+    def stop_restore(self) -> None:
+        """Give up codes that are being put back, and wait until nothing touches them. Harmless when repeated."""
+        for put in self._restoring:
+            put.cancel()
+        wait(self._restoring)
+        self._restoring.clear()
 
     def put_back(self, blocks: npt.NDArray[np.int32], units: npt.NDArray[np.int32]) -> None:
         """Have guests in these free blocks (n_block,), with these units in the slots of each layer (n_layer, n_slot)."""

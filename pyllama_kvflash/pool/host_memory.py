@@ -30,12 +30,14 @@ class HostMemory:
         limit: int | None = None,
         meta_bytes: int = 0,
         spill: Callable[[int], Record] | None = None,
+        n_growers: int = 1,
     ) -> None:
         """record_bytes: bytes of a record.
         allocate: takes a size and returns an array (size,) uint8, or raises MemoryError; None: plain memory.
         limit: the most bytes of records; None: no limit.
         meta_bytes: bytes of a record before its rows.
         spill: like allocate, for records beyond the limit or beyond the memory there is; None: none may be.
+        n_growers: threads that take announced memory, each a slab: the system clears pages at 2 to 5 GB/s a thread.
         """
         self.record_bytes = record_bytes
         self.n_used = 0  # places taken
@@ -47,7 +49,7 @@ class HostMemory:
         self._held: list[tuple[Record, Sequence[object]]] = []
         self._slabs: list[Record] = []
         self._free: list[Record] = []
-        self._grower = ThreadPoolExecutor(1, "kvflash-host")
+        self._grower = ThreadPoolExecutor(n_growers, "kvflash-host")
         self._growing: deque[tuple[int, Future[Record]]] = deque()
         self._spill = HostMemory(record_bytes, spill, meta_bytes=meta_bytes) if spill else None
         self._spilled: set[int] = set()  # id() of each place taken from there
@@ -102,7 +104,7 @@ class HostMemory:
         return n if self._limit is None else max(0, min(n, self._limit // self.record_bytes - self.n_used))
 
     def expect(self, n: int) -> None:
-        """Announce n more places: memory for them is taken in slabs, in a thread.
+        """Announce n more places: memory for them is taken in slabs, in threads.
 
         Raises HostMemoryError if the limit does not allow so many. If memory runs out, reserve() raises it.
         """

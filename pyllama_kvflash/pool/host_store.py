@@ -10,8 +10,6 @@ from pyllama_kvflash.pool.host_memory import HostMemory, Record
 Fill = Callable[[Record], None]
 """Puts a record into its place, whole and checked, or raises and leaves the place as it was. For any thread."""
 
-_READERS = 8  # threads that read records from a file; each hashes 1 GB/s
-
 
 @dataclass(slots=True)
 class Stored:
@@ -46,8 +44,10 @@ class HostStore:
     HostMemory.reserve() before decoding the batch that seals a chunk; then running out of memory loses nothing.
     """
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: HostMemory, n_readers: int = 1) -> None:
+        """n_readers: threads that read records ahead; each hashes less than 2 GB/s."""
         self.memory = memory
+        self._n_readers = n_readers
         self._entries: dict[int, Stored] = {}
         self._ahead: ThreadPoolExecutor | None = None
         self._holders: list[object] = []
@@ -86,7 +86,9 @@ class HostStore:
 
         digest: of the record. Raises HostMemoryError as HostMemory.take().
         """
-        self._entries[chunk] = Stored(self.memory.take(), fill, digest)
+        entry = self._entries[chunk] = Stored(self.memory.take(), fill, digest)
+        if self._ahead:
+            self._begin(self._ahead, entry)
 
     def get(self, chunk: int) -> Record:
         """Return the record of a chunk in the store. Raises what filling a lent one raises. For any thread."""
@@ -102,14 +104,24 @@ class HostStore:
         """Return a record with its digest and state. Call see() before using it, in any thread."""
         return self._entries[chunk]
 
+    def first(self, n: int) -> list[Record]:
+        """Return the records of the first n chunks, which the store has, as get() does; threads read lent ones."""
+        self.read_ahead()
+        return [self.get(chunk) for chunk in range(n)]
+
     def read_ahead(self) -> None:
-        """Begin to fill the places of all lent records in threads, because all will be used. get() raises what went wrong."""
-        self._stop_reading()
-        self._ahead = ThreadPoolExecutor(_READERS, "kvflash-read")
+        """Fill the places of lent records in threads, because all will be used: of those there are, and of those that are lent
+        later, while their places are still being taken. get() raises what went wrong.
+        """
+        if self._ahead is None:
+            self._ahead = ThreadPoolExecutor(self._n_readers, "kvflash-read")
+        for entry in self._entries.values():
+            if entry.fill is not None and (entry.ahead is None or entry.ahead.cancelled()):
+                self._begin(self._ahead, entry)
+
+    def _begin(self, readers: ThreadPoolExecutor, entry: Stored) -> None:
         with suppress(RuntimeError):  # no memory for a thread: get() reads
-            for entry in self._entries.values():
-                if entry.fill is not None:
-                    entry.ahead = self._ahead.submit(entry.see)
+            entry.ahead = readers.submit(entry.see)
 
     def _stop_reading(self) -> None:
         if self._ahead:
@@ -118,7 +130,7 @@ class HostStore:
 
     def forget(self, first: int) -> None:
         """Forget the records of chunk `first` and all later ones, and free their places."""
-        if any(c >= first and entry.fill for c, entry in self._entries.items()):
+        if first == 0 or any(c >= first and entry.fill for c, entry in self._entries.items()):
             self._stop_reading()  # no thread may write to a place that is another record's by then
         for chunk in [c for c in self._entries if c >= first]:
             self.memory.give(self._entries.pop(chunk).record, self._holders)

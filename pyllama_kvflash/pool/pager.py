@@ -13,7 +13,7 @@ import numpy as np
 
 from pyllama_kvflash.errors import DeviceLostError, PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
-from pyllama_kvflash.options import Options
+from pyllama_kvflash.options import Options, cores
 from pyllama_kvflash.policy import Ledger, Plan, Scores, State, bring_in, make_room, reselect
 from pyllama_kvflash.policy.sizing import n_pinned, pinned_chunks
 from pyllama_kvflash.pool.flights import Flights
@@ -25,6 +25,7 @@ from pyllama_kvflash.pool.shared import Shared
 from pyllama_kvflash.pool.summariser import Summariser
 
 _NOTHING = Plan()
+_MOST_READERS = 32  # threads that read records: more than a machine's memory can feed
 
 
 class Pager:
@@ -41,7 +42,7 @@ class Pager:
         Raises UnsupportedError if these keys cannot be summarised.
         """
         self.n_stored = 0
-        self.records = HostStore(shared.memory)
+        self.records = HostStore(shared.memory, min(_MOST_READERS, cores()))
         self.ctx = ctx
         self.shared = shared
         self._reads: deque[tuple[int, int]] = deque()  # chunks being written back, and their tickets
@@ -129,7 +130,7 @@ class Pager:
         self.shared.memory.reserve(max(0, n_chunks - len(self.records)))
         self._summariser.reserve(end // ledger.chunk)
         self.apply(plan)
-        records = [self.records.get(c) for c in range(first)]
+        records = self.records.first(first)
         records += [self.records.put(c) for c in range(first, n_chunks)]
         if ledger.n_tokens % ledger.chunk and not passing:
             self.ctx.read(first, records[first])
@@ -144,7 +145,7 @@ class Pager:
         """Return the records of all chunks up to the one of position start + n_tokens - 1; those from start on are copies."""
         self.wait_stored()
         first, end = start // self.ledger.chunk, -(-(start + n_tokens) // self.ledger.chunk)
-        res = [self.records.get(c) for c in range(first)]
+        res = self.records.first(first)
         for chunk in range(first, end):
             res.append(np.empty(self.records.record_bytes, np.uint8))
             if chunk < self.ledger.n_sealed:

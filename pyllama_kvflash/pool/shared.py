@@ -2,7 +2,7 @@
 
 from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.native import Context
-from pyllama_kvflash.options import Options
+from pyllama_kvflash.options import Options, cores
 from pyllama_kvflash.policy import Blocks
 from pyllama_kvflash.policy.sizing import PoolShape, n_pinned
 from pyllama_kvflash.pool.disk import slabs_in
@@ -18,7 +18,8 @@ class Shared:
         info = ctx.pool_info()
         self.blocks = Blocks(n_pool // options.chunk)
         spill = slabs_in(options.disk) if options.disk else None
-        self.memory = HostMemory(info.record_bytes, ctx.host_buffer, options.host_limit, info.meta_bytes, spill)
+        limit, n_growers = options.host_limit, max(1, cores() // 2)  # the others compute
+        self.memory = HostMemory(info.record_bytes, ctx.host_buffer, limit, info.meta_bytes, spill, n_growers)
         self.flights: list[Flights] = []
         self.guests: list[GuestRoom] = []  # of each sequence; empty without policy fresh
 

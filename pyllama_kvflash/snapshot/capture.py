@@ -90,7 +90,10 @@ class Capture:
                 chunks["digest"][: len(self.full)] = [np.void(found) for found in digests]
                 if self.last is not None:
                     chunks["digest"][-1] = np.void(layout.digest(self.last))
-                contents = replace(self.contents, sources=tuple(choose(chunks) if choose else ()))
+                guests = self.contents.guests
+                if guests is not None:
+                    guests = replace(guests, digests=tuple(_each(workers, layout.digest, self.codes)))
+                contents = replace(self.contents, sources=tuple(choose(chunks) if choose else ()), guests=guests)
                 for _ in _each(workers, Stored.see, self.full[contents.n_lent :]):
                     pass
             own = self.records[contents.n_lent :]

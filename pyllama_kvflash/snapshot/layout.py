@@ -18,7 +18,7 @@ from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 SUFFIX = ".kvsnap"
 MAGIC = b"\x93KVSNAP\n"
-VERSION = 3
+VERSION = 4
 DIGEST = 32  # bytes of a SHA-256: processors have instructions for it, so no other good digest in hashlib is as fast
 PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 
@@ -29,8 +29,8 @@ LONG = 1 << 30  # keys have the long factors of RoPE
 
 TABLES = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "guests")
 SECTIONS = (*TABLES, "codes", "records")
-READABLE = {2: (*TABLES[:-1], "records"), VERSION: SECTIONS}
-"""The sections of a file, by its version."""
+READABLE = {2: (*TABLES[:-1], "records"), 3: SECTIONS, VERSION: SECTIONS}
+"""The sections of a file, by its version. Version 3 has one digest of all codes: they are not used, and made anew."""
 
 START = np.dtype([("magic", "V8"), ("version", "<u4"), ("header_bytes", "<u4"), ("file_bytes", "<u8")])
 _SECTION = np.dtype([("offset", "<u8"), ("size", "<u8"), ("digest", "V32")])
@@ -242,7 +242,7 @@ def write(
 
     records: of the chunks from contents.n_lent on, in order; contents.chunks has their digests.
     on_record: called with how many are written.
-    codes: of each layer, if contents.guests has one.
+    codes: of each layer, if contents.guests has one, with their digests.
 
     Raises SnapshotError. Nothing is left behind then; a killed process leaves only a file named `.*.part`.
     """
@@ -263,9 +263,10 @@ def _write(
 ) -> int:
     pitch, lead = record_place(contents.identity)
     header, at = np.zeros((), HEADER), HEADER.itemsize
-    for i, parts in enumerate([*([raw] for raw in _tables(contents)), codes]):
+    of_codes = contents.guests.digests if contents.guests else ()
+    for i, (parts, signed) in enumerate([*(([raw], [raw]) for raw in _tables(contents)), (codes, of_codes)]):
         size = sum(map(len, parts))
-        header["sections"][i] = (at, size, np.void(digest(*parts)))
+        header["sections"][i] = (at, size, np.void(digest(*signed)))
         file.seek(at)
         for part in parts:
             file.write(part)

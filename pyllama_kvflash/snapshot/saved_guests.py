@@ -31,6 +31,7 @@ class SavedGuests:
     n_tokens: positions that have codes, the first ones, in whole chunks.
     n_known: of these, those that had codes when the last segment of 4,096 began.
     sizes: bytes of the codes of each layer.
+    digests: of the codes of each layer, so that threads can check them; empty: they are not known yet.
     blocks: of guests, (n_block,) int32.
     units: in each slot of each layer, (n_layer, n_slot) int32; -1: none.
     """
@@ -41,6 +42,7 @@ class SavedGuests:
     sizes: tuple[int, ...]
     blocks: npt.NDArray[np.int32]
     units: npt.NDArray[np.int32]
+    digests: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, pager: Pager, n_tokens: int) -> tuple[Self | None, list[Record]]:
@@ -73,8 +75,8 @@ class SavedGuests:
         head["form"] = self.form.k, self.form.v
         head["n_tokens"], head["n_known"], head["n_layer"] = self.n_tokens, self.n_known, len(self.sizes)
         head["n_block"], head["n_slot"] = len(self.blocks), self.units.shape[1]
-        parts = np.array(self.sizes, "<u8"), self.blocks.astype("<i4"), self.units.astype("<i4")
-        return head.tobytes() + b"".join(part.tobytes() for part in parts)
+        sizes, *tables = np.array(self.sizes, "<u8"), self.blocks.astype("<i4"), self.units.astype("<i4")
+        return b"".join([head.tobytes(), sizes.tobytes(), *self.digests, *(table.tobytes() for table in tables)])
 
     @classmethod
     def unpacked(cls, raw: bytes) -> Self | None:
@@ -86,7 +88,8 @@ class SavedGuests:
             return None
         n_layer, n_block = int(head["n_layer"]), int(head["n_block"])
         sizes = np.frombuffer(raw, "<u8", n_layer, GUESTS.itemsize)
-        rest = np.frombuffer(raw, "<i4", -1, GUESTS.itemsize + sizes.nbytes).astype(np.int32)
+        digests = np.frombuffer(raw, "V32", n_layer, GUESTS.itemsize + sizes.nbytes)
+        rest = np.frombuffer(raw, "<i4", -1, GUESTS.itemsize + sizes.nbytes + digests.nbytes).astype(np.int32)
         return cls(
             form=CoarseForm(*head["form"].tolist()),
             n_tokens=int(head["n_tokens"]),
@@ -94,4 +97,5 @@ class SavedGuests:
             sizes=tuple(sizes.tolist()),
             blocks=rest[:n_block],
             units=rest[n_block:].reshape(n_layer, int(head["n_slot"])),
+            digests=tuple(each.tobytes() for each in digests),
         )

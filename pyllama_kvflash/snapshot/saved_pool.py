@@ -1,6 +1,6 @@
 """The pool as a snapshot keeps it: taken from a pager, and put back into one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -16,8 +16,8 @@ from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 Lend = Callable[[int], None]
 """Puts the record of a chunk into the host store."""
-Codes = Callable[[], Sequence[Record]]
-"""Reads the codes of each layer."""
+Codes = Callable[[int], Record]
+"""Reads the codes of a layer. For any thread."""
 
 _LEAST_WIDTH = 256  # cells that the attention reads at least
 
@@ -87,14 +87,20 @@ class SavedPool:
 
         codes: None: the saved ones are of no use here. Raises what it, `lend` and page-ins raise.
         """
-        ledger, n_chunks = pager.ledger, len(self.state)
-        for chunk in range(n_chunks):
-            lend(chunk)
+        ledger, room = pager.ledger, pager.guests
         pins = set(ledger.pins)
         ledger.pins |= self.pins
         try:
+            if room:
+                pager.records.read_ahead()  # guests are fetched from any of them
+            if room and self.guests and codes:  # first, while memory for the records is being taken
+                room.begin_restore(self.guests.n_tokens, codes)
+            for chunk in range(len(self.state)):
+                lend(chunk)
             return self._put_back(pager, codes)
         except BaseException:
+            if room:
+                room.stop_restore()
             ledger.pins.clear()
             ledger.pins |= pins
             raise
@@ -102,12 +108,9 @@ class SavedPool:
     def _put_back(self, pager: Pager, codes: Codes | None) -> bool:
         ledger = pager.ledger
         same = self.n_kv > 0 and pager.ctx.pool_info().n_pool == self.n_pool and len(ledger.blocks.ledgers) == 1
-        if pager.guests:
-            pager.records.read_ahead()  # guests are fetched from any of them
         guests = self.guests if codes else None
-        if pager.guests and guests and codes:
-            n, n_known = guests.n_tokens // ledger.chunk, guests.n_known // ledger.chunk
-            pager.guests.restore(n, n_known, codes())
+        if pager.guests and guests:
+            pager.guests.end_restore(guests.n_tokens // ledger.chunk, guests.n_known // ledger.chunk)
         else:
             same = same and not self._shares_pool(pager)
         if same:

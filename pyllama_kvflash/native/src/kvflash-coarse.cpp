@@ -162,6 +162,9 @@ void kvf_coarse_codes::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * 
 }
 
 void kvf_coarse_codes::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
+    for (auto & each : all[seq][layer].all) {
+        each.reserve(fresh.its.n_ctx); // at once: units come one by one
+    }
     each_part(
             all[seq][layer].all, n,
             [&](kvf_codes & its) {

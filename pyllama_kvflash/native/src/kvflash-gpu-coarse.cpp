@@ -302,8 +302,12 @@ void gpu_coarse::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
     }
 }
 
+// threads may do different layers
 void gpu_coarse::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
-    lay_out();
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        lay_out();
+    }
     codes.set(seq, layer, n, src);
     auto & its = codes[seq][layer];
     for (uint32_t kind = 0; kind < its.all.size() && n > 0; ++kind) {

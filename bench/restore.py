@@ -1,0 +1,253 @@
+"""What a restore takes, phase by phase, beside a plain read of the file by as many threads; then new tokens are read exactly.
+
+python bench/restore.py --shape-dir /dev/shm/kvflash-shapes           the 8B shape in q8_0 at 64K and 128K, on a GPU: some 150 s
+python bench/restore.py --shape narrow --contexts 8192 --pool 1024    the same bytes a token in a small model, for a CPU
+
+A short text is read, and its records stand for all chunks of a long one: the time of a restore does not depend on what it says.
+"""
+
+import argparse
+import hashlib
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.bench.shapes import SHAPES, Shape, shape_file
+from pyllama_kvflash.bench.steps import hardware
+from pyllama_kvflash.native import Context, Record
+from pyllama_kvflash.native.guests import Guests
+from pyllama_kvflash.options import cores
+from pyllama_kvflash.snapshot.file import SnapshotFile
+
+NEW = 24  # tokens that are read after a restore
+BLOCK = 4 << 20  # bytes of a plain read
+CHUNK_FIELD = slice(32, 36)  # of a record: its number, see struct kvf_record in kvflash.h
+
+SHAPES["narrow"] = Shape(n_layer=36, n_embd=256, n_ff=256, n_head=8, n_head_kv=8, n_head_dim=128, n_vocab=512)
+
+
+class Tiled(SnapshotFile):
+    """A snapshot of a long text, whose chunks have the records of a short one in turn, and no codes."""
+
+    def __init__(self, path: Path, n_tokens: int) -> None:
+        super().__init__(path)
+        had, chunk = self.contents, self.contents.identity.fields["chunk"]
+        self._n = len(had.tokens) // chunk
+        chunks, sequence = np.resize(had.chunks[: self._n], n_tokens // chunk), had.sequence.copy()
+        chunks["state"], chunks["block"], sequence["n_tokens"], sequence["n_kv"] = 0, -1, n_tokens, 0
+        tokens = np.resize(had.tokens[: self._n * chunk], n_tokens)
+        self.contents = replace(had, tokens=tokens, chunks=chunks, sequence=sequence, plan=((), ()), guests=None)
+
+    def fill(self, i: int, place: Record) -> None:
+        """Put the record that chunk i has into a place, with its number."""
+        super().fill(i % self._n, place)
+        place[CHUNK_FIELD] = np.frombuffer(i.to_bytes(4, "little"), np.uint8)
+
+
+class Phases:
+    """Seconds of all threads in some calls, and when the first began and the last ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._within = threading.local()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.begin = time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what is done here; within another phase, also as a part of that."""
+        outer = getattr(self._within, "name", "")
+        self._within.name = name = outer + name
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self._within.name = outer
+            with self._lock:
+                self.seconds[name] += end - begin
+                self.first[name] = min(self.first.get(name, end), begin)
+                self.last[name] = max(self.last.get(name, 0), end)
+
+    def timed(self, name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function as a phase."""
+
+        def res(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return f(*args, **kwargs)
+
+        return res
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count the phases of a restore."""
+        real, update = hashlib.sha256, self.timed(", digest", lambda hashed, part: hashed.update(part))
+
+        class Digest:
+            def __init__(self, raw: Any = b"") -> None:
+                self._own = real(raw)
+                self.digest = self._own.digest
+
+            def update(self, part: Any) -> None:
+                update(self._own, part)
+
+        with ExitStack() as stack:
+            for owner, attribute, name in (
+                (Context, "host_buffer", "take and pin memory"),
+                (SnapshotFile, "fill", "records"),
+                (SnapshotFile, "codes", "codes"),
+                (Guests, "restore_codes", "codes to their place"),
+                (os, "preadv", ", read"),
+            ):
+                stack.enter_context(patch.object(owner, attribute, self.timed(name, getattr(owner, attribute))))
+            stack.enter_context(patch.object(hashlib, "sha256", Digest))
+            yield
+
+    def table(self) -> str:
+        """Return them as Markdown."""
+        copied = self.seconds["records"] - self.seconds["records, read"] - self.seconds["records, digest"]
+        rows = [
+            f"| {name} | {seconds:.2f} s | {self.first[name] - self.begin:.2f} s | {self.last[name] - self.begin:.2f} s |"
+            for name, seconds in sorted(self.seconds.items())
+            if self.first.get(name, 0) >= self.begin and not name.startswith(",")
+        ]
+        rows.append(f"| records, copy | {copied:.2f} s | | |")
+        return "\n".join(["| phase | all threads | from | to |", "|---|---:|---:|---:|", *rows])
+
+
+def uncached(path: Path) -> None:
+    """Have the system forget what it keeps of a file in memory."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def plain(path: Path) -> float:
+    """Seconds that reading a file takes with a thread for each core."""
+    room = threading.local()
+
+    def read(at: int) -> None:
+        if not hasattr(room, "block"):
+            room.block = bytearray(BLOCK)
+        os.preadv(fd, [room.block], at)
+
+    fd, begin = os.open(path, os.O_RDONLY), time.perf_counter()
+    with ThreadPoolExecutor(cores()) as threads:
+        for _ in threads.map(read, range(0, path.stat().st_size, BLOCK)):
+            pass
+    took = time.perf_counter() - begin
+    os.close(fd)
+    return took
+
+
+def reads(kv: KVFlash, more: Any) -> tuple[float, Any]:
+    """Seconds that reading new tokens takes, and the logits of the last one."""
+    begin = time.perf_counter()
+    for _ in kv.prefill(more):
+        pass
+    logits = kv.ctx.checked_logits().copy()
+    return time.perf_counter() - begin, logits
+
+
+@dataclass
+class Bench:
+    """A model file, what it is opened with, and a folder for snapshots."""
+
+    model: Path
+    options: dict[str, Any]
+    folder: Path
+    short: int
+
+    def make(self, context: int, file: Path) -> Any:
+        """Write a snapshot of a long text. Returns the tokens that follow and their logits."""
+        rng, begin, part = np.random.default_rng(0), time.perf_counter(), self.folder / "part.kvsnap"
+        with KVFlash.from_file(self.model, n_ctx=context + 512, **self.options) as kv:
+            n_vocab = kv.model.n_vocab - 8
+            for _ in kv.prefill(rng.integers(0, n_vocab, self.short, dtype=np.int32)):
+                pass
+            kv.save(part)
+            kv.restore(Tiled(part, context))
+            for chunk in range(context // kv.options.chunk):
+                kv.pager.records.stored(chunk).digest = None  # that of the record of the short text
+            made = time.perf_counter()
+            size = kv.save(file)
+            saved = time.perf_counter()
+            part.unlink()
+            more = rng.integers(0, n_vocab, NEW, dtype=np.int32)
+            _, logits = reads(kv, more)
+        print(
+            f"\n## {context:,} tokens: {size / 1e9:.2f} GB, made in {made - begin:.1f} s, saved in {saved - made:.1f} s",
+            flush=True,
+        )
+        return more, logits
+
+    def restore(self, context: int, file: Path, where: str, read: float, more: Any, want: Any) -> None:
+        """Restore a snapshot in a newly opened model, and print what that takes."""
+        phases = Phases()
+        with phases.watch(), KVFlash.from_file(self.model, n_ctx=context + 512, **self.options) as kv:
+            if where == "disk":
+                uncached(file)
+            phases.reset()
+            kv.restore(file)
+            restored = time.perf_counter() - phases.begin
+            took, logits = reads(kv, more)
+        same = "the same logits" if np.array_equal(logits, want) else "OTHER LOGITS"
+        print(f"\n**From {where}**: restored in {restored:.2f} s, {NEW} tokens read in {took:.2f} s, {same};")
+        print(f"in all {restored + took:.2f} s, {(restored + took) / read:.2f} times a plain read ({read:.2f} s)\n")
+        print(phases.table(), flush=True)
+
+
+def main() -> None:
+    """For each context: a snapshot, and restores of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8b")
+    parser.add_argument("--shape-dir", type=Path, default=None)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[65536, 131072])
+    parser.add_argument("--pool", type=int, default=4096)
+    parser.add_argument("-ub", type=int, default=2048)
+    parser.add_argument("-ct", default="q8_0")
+    parser.add_argument("--policy", default="fresh")
+    parser.add_argument("--folder", type=Path, default=None, help="of the snapshots, on the disk to measure")
+    args = parser.parse_args()
+    options: dict[str, Any] = {
+        "pool": args.pool,
+        "n_ubatch": args.ub,
+        "snapshots": True,
+        "share": 0,
+        "prefill": "exact",
+    }
+    options |= {"type_k": args.ct, "type_v": args.ct, "policy": args.policy}
+    print(f"# Restores, {args.shape}, {args.ct}, {args.policy}, pool {args.pool:,}; {hardware()}, {cores()} threads")
+    with ExitStack() as stack:
+        model = stack.enter_context(shape_file(args.shape, args.shape_dir))
+        folder = Path(stack.enter_context(TemporaryDirectory(dir=args.folder)))
+        bench = Bench(model, options, folder, 2 * args.pool)
+        for context in args.contexts:
+            file = folder / "text.kvsnap"
+            more, want = bench.make(context, file)
+            uncached(file)
+            from_disk = plain(file)
+            bench.restore(context, file, "memory", plain(file), more, want)
+            bench.restore(context, file, "disk", from_disk, more, want)
+            file.unlink()
+
+
+if __name__ == "__main__":
+    main()
