@@ -189,7 +189,8 @@ def test_other_means_and_spreads_are_seen(case_of: Callable[..., Case], change: 
     blobs = made.guests.saved_codes(n)
     for i, blob in enumerate(blobs):
         change(blob, made, i)
-    made.guests.restore_codes(n, blobs)
+    for layer, blob in enumerate(blobs):
+        made.guests.restore_codes(layer, n, blob)
     assert not is_full_cache(case, made)
 
 
@@ -251,7 +252,7 @@ def forge(
 @pytest.mark.parametrize("bits", [(4, 4), (4, 2), (2, 2)])
 @pytest.mark.parametrize("name", ["qwen3", "deepseek2"])
 def test_codes_are_those_of_numpy(case_of: Callable[..., Case], name: str, bits: tuple[int, int]) -> None:
-    """But where a value lies between two levels, to a rounding; noise is what Max's levels have."""
+    """But where a value lies between two levels, to a rounding; noise is what Max's equally spaced levels have."""
     made = coarse_run(case_of(name, cache_of(name)), bits=bits)
     for layer, parts in zip(made.guests.layers, coded_rows(made, bits), strict=True):
         for which, part in zip("kv", parts, strict=False):
@@ -322,7 +323,8 @@ def test_bytes_of_fewer_positions_are_their_beginning(
     got = made.run.feed(10, 1)
     made.run.ctx.seq_rm(N_READ)
     made.run.pos = N_READ
-    made.guests.restore_codes(n, all_)
+    for layer, whole in enumerate(all_):
+        made.guests.restore_codes(layer, n, whole)
     np.testing.assert_array_equal(made.run.feed(10, 1), got)
     made.run.ctx.close()
 

@@ -99,13 +99,16 @@ def shares(made: Coarse, cap: float = 0) -> list[npt.NDArray[np.float64]]:
     return res
 
 
+TIE = 0.04  # queries are bytes, by which a share is off by up to 2 %: two that are closer may be either way
+
+
 def check_fills_with_the_best(made: Coarse, cap: float = 0) -> None:
     made.run.feed(1, 1)
     for units, score in zip(made.guests.tables()[1], shares(made, cap), strict=True):
         assert len(set(units.tolist())) == 4 * N_BLOCKS
         out = set(OUT) - set(units.tolist())
         assert len(out) == len(OUT) - 4 * N_BLOCKS, "a guest is common, or twice there"
-        assert score[units].min() >= max(score[list(out)]) * 0.98 - 1e-6
+        assert score[units].min() >= max(score[list(out)]) * (1 - TIE) - 1e-6
 
 
 def check_the_worst_go_for_the_best(made: Coarse, cap: float = 0) -> None:
@@ -118,9 +121,9 @@ def check_the_worst_go_for_the_best(made: Coarse, cap: float = 0) -> None:
         n_came += len(came)
         assert len(came) == len(went) <= N_EXCHANGE
         if came:
-            assert min(score[list(came)]) >= max(score[u] for u in others if u not in came) * 0.98 - 1e-6
-            assert max(score[list(went)]) <= min(score[u] for u in here if u not in went) * 1.02 + 1e-6
-        assert came or max(score[others]) <= min(score[here]) * 1.02 + 1e-6
+            assert min(score[list(came)]) >= max(score[u] for u in others if u not in came) * (1 - TIE) - 1e-6
+            assert max(score[list(went)]) <= min(score[u] for u in here if u not in went) * (1 + TIE) + 1e-6
+        assert came or max(score[others]) <= min(score[here]) * (1 + TIE) + 1e-6
     assert n_came, "nothing was exchanged"
 
 
