@@ -244,6 +244,10 @@ int  kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool t
 int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
 int  kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
 int  kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
+struct kvf_checksum * kvf_checksum_new(void);
+void kvf_checksum_add(struct kvf_checksum * sum, const void * data, size_t size);
+void kvf_checksum_get(const struct kvf_checksum * sum, uint8_t * dst);
+void kvf_checksum_free(struct kvf_checksum * sum);
 int  kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
 int  kvf_device_memory(uint32_t device, size_t * n_free, size_t * n_total);
 int  kvf_add_rpc(const char * endpoint);

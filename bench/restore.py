@@ -7,7 +7,6 @@ A short text is read, and its records stand for all chunks of a long one: the ti
 """
 
 import argparse
-import hashlib
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.shapes import SHAPES, Shape, shape_file
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.native import Context, Record
+from pyllama_kvflash.native.checksum import Checksum
 from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.options import cores
 from pyllama_kvflash.snapshot.file import SnapshotFile
@@ -99,16 +99,6 @@ class Phases:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Count the phases of a restore."""
-        real, update = hashlib.sha256, self.timed(", digest", lambda hashed, part: hashed.update(part))
-
-        class Digest:
-            def __init__(self, raw: Any = b"") -> None:
-                self._own = real(raw)
-                self.digest = self._own.digest
-
-            def update(self, part: Any) -> None:
-                update(self._own, part)
-
         with ExitStack() as stack:
             for owner, attribute, name in (
                 (Context, "host_buffer", "take and pin memory"),
@@ -116,14 +106,14 @@ class Phases:
                 (SnapshotFile, "codes", "codes"),
                 (Guests, "restore_codes", "codes to their place"),
                 (os, "preadv", ", read"),
+                (Checksum, "update", ", checksum"),
             ):
                 stack.enter_context(patch.object(owner, attribute, self.timed(name, getattr(owner, attribute))))
-            stack.enter_context(patch.object(hashlib, "sha256", Digest))
             yield
 
     def table(self) -> str:
         """Return them as Markdown."""
-        copied = self.seconds["records"] - self.seconds["records, read"] - self.seconds["records, digest"]
+        copied = self.seconds["records"] - self.seconds["records, read"] - self.seconds["records, checksum"]
         rows = [
             f"| {name} | {seconds:.2f} s | {self.first[name] - self.begin:.2f} s | {self.last[name] - self.begin:.2f} s |"
             for name, seconds in sorted(self.seconds.items())
@@ -185,7 +175,7 @@ class Bench:
             kv.save(part)
             kv.restore(Tiled(part, context))
             for chunk in range(context // kv.options.chunk):
-                kv.pager.records.stored(chunk).digest = None  # that of the record of the short text
+                kv.pager.records.stored(chunk).checksum = None  # that of the record of the short text
             made = time.perf_counter()
             size = kv.save(file)
             saved = time.perf_counter()

@@ -19,8 +19,6 @@ from support import formats
 from support.formats import (
     N_CHUNK,
     Record,
-    as_version_2,
-    as_version_3,
     assert_holds,
     codes_of,
     identity_with,
@@ -32,6 +30,7 @@ from support.formats import (
 )
 
 from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.native.checksum import checksum
 from pyllama_kvflash.snapshot.file import OrphanError, Outline, SnapshotFile
 from pyllama_kvflash.snapshot.layout import DIGEST, Source, chain, record_place, write
 
@@ -76,28 +75,6 @@ def test_guests_are_read_again(fresh: Path) -> None:
     assert [part.dtype for part in codes_of(file)] == [np.uint8, np.uint8]
 
 
-def test_version_2_is_read(small: Path) -> None:
-    """It has no guests. Its outline, too, and as the source of a newer file."""
-    contents, records = made()
-    old = small.with_name("old.kvsnap")
-    as_version_2(small, old)
-    assert struct.unpack_from("<8sII", old.read_bytes())[1:] == (2, 536)
-    assert_holds(verified(old), contents, records)
-    outline = Outline.of(old)
-    np.testing.assert_array_equal(outline.tokens, contents.tokens)
-    new = replace(contents, sources=(replace(outline.as_source, end=3),))
-    write(small, new, records[3:])
-    assert_holds(SnapshotFile(small), new, records)
-
-
-def test_version_3_is_read_without_its_codes(fresh: Path) -> None:
-    """They cannot be checked layer by layer, so they are made anew."""
-    old = fresh.with_name("old.kvsnap")
-    as_version_3(fresh, old)
-    assert struct.unpack_from("<8sII", old.read_bytes())[1:] == (3, 632)
-    assert_holds(verified(old), *made())
-
-
 def test_the_layout_is_that_of_version_4(fresh: Path) -> None:
     """Read by hand: whoever changes a field raises the version."""
     contents, records = made()
@@ -128,28 +105,28 @@ def test_the_layout_is_that_of_version_4(fresh: Path) -> None:
     assert sources == b""
     assert struct.unpack("<IIQIIQ", stops) == (16, 0, 10, 70, 0, 13)
     assert states == b"".join(blob for _, blob in contents.states)
-    digests = [sha256(part.tobytes()) for part in of_layers]
-    assert struct.unpack_from("<8IQQ32s32s", guests) == (0, 4, 2, 64, 16, 2, 3, 12, 101, 60, *digests)
-    assert struct.unpack_from("<27i", guests, 112) == (*saved.blocks, *saved.units.ravel())
-    assert len(guests) == 112 + 4 * 27
-    assert data[24 + 48 * 10 + 16 :][:32] == sha256(b"".join(digests))
+    sums = [checksum(part) for part in of_layers]
+    assert struct.unpack_from("<8IQQ16s16s", guests) == (0, 4, 2, 64, 16, 2, 3, 12, 101, 60, *sums)
+    assert struct.unpack_from("<27i", guests, 80) == (*saved.blocks, *saved.units.ravel())
+    assert len(guests) == 80 + 4 * 27
+    assert data[24 + 48 * 10 + 16 :][:32] == sha256(b"".join(sums))
     assert codes == b"".join(part.tobytes() for part in of_layers)
 
     link = sha256(identity)
     for i, record in enumerate(records):
         chained, check, state, pinned, reserved, block, touched, score = struct.unpack_from(
-            "<32s32sbbhiqd", chunks, 88 * i
+            "<32s16sbbhiqd", chunks, 72 * i
         )
         link = sha256(link + tokens[64 * i : 64 * (i + 1)])
         assert chained == link
-        assert check == sha256(record.tobytes())
+        assert check == checksum(record)
         assert rows[8192 * i + 3968 : 8192 * i + 4268] == record.tobytes()
         had = contents.chunks[i]
         assert (state, pinned, reserved, block, touched) == tuple(
             had[name] for name in ("state", "pinned", "reserved", "block", "touched")
         )
         assert score == had["score"] or np.isnan(had["score"])
-    assert len(chunks) == 88 * 5
+    assert len(chunks) == 72 * 5
 
 
 def sha256(data: bytes) -> bytes:

@@ -14,7 +14,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
 from support.cuts import cut_off_at_every_line
-from support.formats import as_version_2, as_version_3, codes_of, sections, with_forged_guests
+from support.formats import codes_of, sections
 from support.runs import Open
 from support.snapshots import FRESH, MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
 
@@ -296,54 +296,6 @@ def test_codes_of_other_bits(opened: Open, saved: Path, snap: Path, coarse: str)
         answer(one, MORE[:70], 10)
     assert room(kv).form != SnapshotFile(saved).contents.guests.form  # type: ignore[union-attr]
     assert codes(kv) == codes(want)
-    assert_same_choice(kv, want)
-
-
-def test_guests_that_an_index_chose(opened: Open, saved: Path, snap: Path) -> None:
-    """As an older build wrote them: the text goes on, with codes that are made of its records."""
-    kv, want, lru = opened(**EXACT), opened(**EXACT), opened(**PLAIN, **EXACT)
-    snap.write_bytes(with_forged_guests(saved, "zero", 8))
-    assert SnapshotFile(snap).contents.guests is None
-    for one, path in ((kv, snap), (want, saved), (lru, snap)):
-        assert one.restore(path) == N
-        one.check_integrity()
-    assert codes(kv) == codes(want)
-    assert (room(kv).native.tables()[1] == -1).all(), "the next token chooses"
-    for one in (kv, want):
-        answer(one, MORE[:70], 10)
-        one.check_integrity()
-    assert_same_choice(kv, want)
-    assert len(answer(lru, MORE[:70])) == 40
-    lru.check_integrity()
-
-
-def test_a_file_of_version_3(opened: Open, saved: Path, snap: Path) -> None:
-    """Its codes are made anew, of its records."""
-    kv, want = opened(**EXACT), opened(**EXACT)
-    as_version_3(saved, snap)
-    for one, path in ((kv, snap), (want, saved)):
-        assert one.restore(path) == N
-        answer(one, MORE[:70], 10)
-        one.check_integrity()
-    assert codes(kv) == codes(want)
-    assert_same_choice(kv, want)
-
-
-def test_a_file_of_version_2(opened: Open, saved: Path, snap: Path) -> None:
-    """It goes on where it was, and has guests here."""
-    lru, kv, want = opened(**PLAIN, **EXACT), opened(**EXACT), opened(**EXACT)
-    read(lru, N).save(snap)
-    old = snap.with_name("old.kvsnap")
-    as_version_2(snap, old)
-    lru.restore(snap)
-    after = go_on(lru)
-    lru.restore(old)
-    assert_same(go_on(lru), after)
-    kv.restore(old)
-    want.restore(saved)
-    assert codes(kv) == codes(want)
-    for one in (kv, want):
-        answer(one, MORE[:70], 10)
     assert_same_choice(kv, want)
 
 

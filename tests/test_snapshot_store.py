@@ -47,7 +47,7 @@ def store() -> Iterator[HostStore]:
 def test_a_lent_record_is_read_once(store: HostStore) -> None:
     """When it is used, into a place that it has from the beginning."""
     filled: list[int] = []
-    store.lend(3, b"digest", lent(5, filled))
+    store.lend(3, b"checksum", lent(5, filled))
     assert 3 in store
     assert len(store) == store.memory.n_used == 1
     assert filled == []
@@ -62,7 +62,7 @@ def test_a_lent_record_that_is_wrong_is_never_given(store: HostStore) -> None:
     def wrong(_: Record) -> None:
         raise SnapshotError("it was changed")
 
-    store.lend(0, b"digest", wrong)
+    store.lend(0, b"checksum", wrong)
     put(store, 1)
     for _ in range(3):
         with pytest.raises(SnapshotError, match="it was changed"):
@@ -90,7 +90,7 @@ def test_many_threads_ask_for_a_lent_record(store: HostStore, ahead: bool) -> No
         done_by.append(1)
 
     done_by: list[int] = []
-    store.lend(0, b"digest", fill)
+    store.lend(0, b"checksum", fill)
     if ahead:
         store.read_ahead()
         assert reading.wait(30)
@@ -111,10 +111,10 @@ def test_records_are_read_while_others_are_still_lent(store: HostStore) -> None:
     read = [threading.Event() for _ in range(4)]
     store.read_ahead()
     for chunk in range(3):
-        store.lend(chunk, b"digest", lambda _, chunk=chunk: read[chunk].set())
+        store.lend(chunk, b"checksum", lambda _, chunk=chunk: read[chunk].set())
         assert read[chunk].wait(30)
     store.forget(0)
-    store.lend(3, b"digest", lambda _: read[3].set())
+    store.lend(3, b"checksum", lambda _: read[3].set())
     assert not read[3].wait(0.05)
     assert (store.get(3) == store.get(3)).all()
     assert read[3].is_set()
@@ -124,7 +124,7 @@ def test_reading_ahead_is_begun_again_where_it_was_given_up(store: HostStore) ->
     """After a cut, what no thread had begun to read is read once all are to be read again; those that are there are not."""
     filled: list[int] = []
     for chunk in range(20):
-        store.lend(chunk, b"digest", lent(chunk, filled))
+        store.lend(chunk, b"checksum", lent(chunk, filled))
     store.get(3)
     store.read_ahead()
     store.forget(15)
@@ -140,15 +140,15 @@ def test_several_threads_read_at_once() -> None:
     memory = HostMemory(N)
     store, together = HostStore(memory, 3), threading.Barrier(3)
     for chunk in range(6):
-        store.lend(chunk, b"digest", lambda _: together.wait(30) and None)
+        store.lend(chunk, b"checksum", lambda _: together.wait(30) and None)
     store.first(6)
     store.close()
     memory.close()
 
 
 def test_the_place_of_a_lent_record_is_its_own(store: HostStore) -> None:
-    store.lend(0, b"digest", lent(9))
-    store.lend(1, b"digest", lent(8))
+    store.lend(0, b"checksum", lent(9))
+    store.lend(1, b"checksum", lent(8))
     store.forget(1)
     assert 1 not in store
     assert store.memory.n_used == 1
@@ -163,9 +163,9 @@ def test_lent_records_count_for_the_limit() -> None:
     memory = HostMemory(N, limit=3 * N)
     store = HostStore(memory)
     for chunk in range(3):
-        store.lend(chunk, b"digest", lent(chunk))
+        store.lend(chunk, b"checksum", lent(chunk))
     with pytest.raises(HostMemoryError, match="4 chunk records take"):
-        store.lend(3, b"digest", lent(3))
+        store.lend(3, b"checksum", lent(3))
     assert [int(store.get(chunk)[0]) for chunk in range(3)] == [0, 1, 2]
     store.close()
     memory.close()
@@ -180,7 +180,7 @@ def test_a_place_is_not_written_to_once_it_is_another_ones(store: HostStore) -> 
         assert go_on.wait(30)
         place[:] = 7
 
-    store.lend(0, b"digest", fill)
+    store.lend(0, b"checksum", fill)
     store.read_ahead()
     assert reading.wait(30)
     threading.Timer(0.05, go_on.set).start()
@@ -190,7 +190,7 @@ def test_a_place_is_not_written_to_once_it_is_another_ones(store: HostStore) -> 
     assert (store.get(0) == 0).all()
 
 
-def test_digests(store: HostStore) -> None:
+def test_checksums(store: HostStore) -> None:
     """Computed once for a record that does not change, known of a lent one, and forgotten with it."""
     computed: list[int] = []
 
@@ -198,22 +198,22 @@ def test_digests(store: HostStore) -> None:
         computed.append(int(record[0]))
         return bytes(record[:1])
 
-    def digests() -> list[bytes]:
-        return [store.stored(chunk).digested(compute) for chunk in range(3)]
+    def sums() -> list[bytes]:
+        return [store.stored(chunk).summed(compute) for chunk in range(3)]
 
     put(store, 0, 1)
     store.lend(2, b"known", lent(7))
     for _ in range(2):
-        assert digests() == [b"\0", b"\1", b"known"]
+        assert sums() == [b"\0", b"\1", b"known"]
     assert computed == [0, 1]
     store.forget(1)
     for chunk in (1, 2):
         store.put(chunk)[:] = 50 + chunk
-    assert digests() == [b"\0", bytes([51]), bytes([52])]
+    assert sums() == [b"\0", bytes([51]), bytes([52])]
     assert computed == [0, 1, 51, 52]
 
 
-def test_the_digest_of_a_record_that_was_forgotten(store: HostStore) -> None:
+def test_the_checksum_of_a_record_that_was_forgotten(store: HostStore) -> None:
     """Is that of the record, not of what has its number now."""
     put(store, 3)
     holder = store.hold()
@@ -221,13 +221,13 @@ def test_the_digest_of_a_record_that_was_forgotten(store: HostStore) -> None:
     store.forget(0)
     store.put(3)[:] = 99
     for stored, first in ((old, b"\3"), (store.stored(3), b"c"), (old, b"\3")):
-        assert stored.digested(lambda r: bytes(r[:1])) == first
+        assert stored.summed(lambda r: bytes(r[:1])) == first
     store.release(holder)
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_a_record_that_is_forgotten_while_its_digest_is_computed(store: HostStore, again: bool) -> None:
-    """By a thread that saves it: the digest is known of what was saved, and of nothing else."""
+def test_a_record_that_is_forgotten_while_its_checksum_is_computed(store: HostStore, again: bool) -> None:
+    """By a thread that saves it: the checksum is known of what was saved, and of nothing else."""
     put(store, 3)
     holder = store.hold()
 
@@ -238,9 +238,9 @@ def test_a_record_that_is_forgotten_while_its_digest_is_computed(store: HostStor
             store.put(3)[:] = 99
         return res
 
-    assert store.stored(3).digested(compute) == b"\3"
+    assert store.stored(3).summed(compute) == b"\3"
     store.put(3)[:] = 99
-    assert store.stored(3).digested(lambda r: bytes(r[:1])) == b"c"
+    assert store.stored(3).summed(lambda r: bytes(r[:1])) == b"c"
     store.release(holder)
 
 
@@ -287,7 +287,7 @@ def test_what_is_not_held_is_used_again_at_once(store: HostStore) -> None:
 
 def test_a_lent_record_stays_while_it_is_held(store: HostStore) -> None:
     """Also one that is read only then."""
-    store.lend(0, b"digest", lent(3))
+    store.lend(0, b"checksum", lent(3))
     holder, stored = store.hold(), store.stored(0)
     store.forget(0)
     put(store, 0)
@@ -302,7 +302,7 @@ def test_a_lent_record_stays_while_it_is_held(store: HostStore) -> None:
 def test_a_store_that_is_closed_lets_go_of_what_was_lent() -> None:
     memory = HostMemory(N)
     store = HostStore(memory)
-    store.lend(0, b"digest", lent(1))
+    store.lend(0, b"checksum", lent(1))
     store.close()
     assert len(store) == 0
     assert 0 not in store

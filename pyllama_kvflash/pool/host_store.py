@@ -13,7 +13,7 @@ Fill = Callable[[Record], None]
 
 @dataclass(slots=True)
 class Stored:
-    """A record at its place (record_bytes,) uint8, with its digest once it is known.
+    """A record at its place (record_bytes,) uint8, with its checksum once it is known.
 
     fill: puts it there, if that was not done yet; None: it is there.
     ahead: the same, if it was begun in a thread.
@@ -21,7 +21,7 @@ class Stored:
 
     record: Record
     fill: Fill | None = None
-    digest: bytes | None = None
+    checksum: bytes | None = None
     ahead: Future[None] | None = None
 
     def see(self) -> None:
@@ -30,11 +30,11 @@ class Stored:
             fill(self.record)
             self.fill = None
 
-    def digested(self, compute: Callable[[Record], bytes]) -> bytes:
-        """Return the digest of the record, computed once. For any thread."""
-        if self.digest is None:
-            self.digest = compute(self.record)
-        return self.digest
+    def summed(self, compute: Callable[[Record], bytes]) -> bytes:
+        """Return the checksum of the record, computed once. For any thread."""
+        if self.checksum is None:
+            self.checksum = compute(self.record)
+        return self.checksum
 
 
 class HostStore:
@@ -81,12 +81,12 @@ class HostStore:
             self._entries[chunk] = Stored(self.memory.take())
         return self._entries[chunk].record
 
-    def lend(self, chunk: int, digest: bytes, fill: Fill) -> None:
+    def lend(self, chunk: int, known: bytes, fill: Fill) -> None:
         """Take a place for a record that is elsewhere, such as in a file. It is filled when the record is first used.
 
-        digest: of the record. Raises HostMemoryError as HostMemory.take().
+        known: the checksum of the record. Raises HostMemoryError as HostMemory.take().
         """
-        entry = self._entries[chunk] = Stored(self.memory.take(), fill, digest)
+        entry = self._entries[chunk] = Stored(self.memory.take(), fill, known)
         if self._ahead:
             self._begin(self._ahead, entry)
 
@@ -101,7 +101,7 @@ class HostStore:
         return entry.record
 
     def stored(self, chunk: int) -> Stored:
-        """Return a record with its digest and state. Call see() before using it, in any thread."""
+        """Return a record with its checksum and state. Call see() before using it, in any thread."""
         return self._entries[chunk]
 
     def first(self, n: int) -> list[Record]:

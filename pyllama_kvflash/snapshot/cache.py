@@ -212,7 +212,7 @@ class PrefixCache:
         """
         n, best = 0, None
         for file in self._known(home):
-            n_same = n_common(file.digests, chunks["digest"])
+            n_same = n_common(file.checksums, chunks["checksum"])
             if n_same > n:
                 with suppress(SnapshotError):  # of a source
                     file.check_sources()

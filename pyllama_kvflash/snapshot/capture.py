@@ -12,6 +12,7 @@ import numpy as np
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.files import check_outputs
 from pyllama_kvflash.native import Context, Record, Tokens
+from pyllama_kvflash.native.checksum import checksum
 from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.pool.host_store import HostStore, Stored
 from pyllama_kvflash.pool.pager import Pager
@@ -34,7 +35,7 @@ OnRecord = Callable[[int, int], None]
 """Called with the number of records written, and the number of all to write."""
 
 Choose = Callable[[Chunks], Sequence[Source]]
-"""Returns the files that already have the records of the first of these chunks, by their digests."""
+"""Returns the files that already have the records of the first of these chunks, by their checksums."""
 
 
 def identity_of(ctx: Context, *, exact: bool) -> Identity:
@@ -86,13 +87,13 @@ class Capture:
         try:
             check_outputs([("the snapshot", path)], self.inputs)
             with ThreadPoolExecutor(_HASHERS, "kvflash-hash") as workers:
-                digests = _each(workers, lambda stored: stored.digested(layout.digest), self.full)
-                chunks["digest"][: len(self.full)] = [np.void(found) for found in digests]
+                found = _each(workers, lambda stored: stored.summed(checksum), self.full)
+                chunks["checksum"][: len(self.full)] = [np.void(each) for each in found]
                 if self.last is not None:
-                    chunks["digest"][-1] = np.void(layout.digest(self.last))
+                    chunks["checksum"][-1] = np.void(checksum(self.last))
                 guests = self.contents.guests
                 if guests is not None:
-                    guests = replace(guests, digests=tuple(_each(workers, layout.digest, self.codes)))
+                    guests = replace(guests, checksums=tuple(_each(workers, checksum, self.codes)))
                 contents = replace(self.contents, sources=tuple(choose(chunks) if choose else ()), guests=guests)
                 for _ in _each(workers, Stored.see, self.full[contents.n_lent :]):
                     pass
@@ -220,8 +221,8 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
     )
 
     def lend(chunk: int) -> None:
-        digest = chunks["digest"][chunk].tobytes()
-        pager.records.lend(chunk, digest, partial(snapshot.fill, chunk))
+        found = chunks["checksum"][chunk].tobytes()
+        pager.records.lend(chunk, found, partial(snapshot.fill, chunk))
 
     fits = pager.guests and contents.guests and contents.guests.fits(pager.guests)
     saved = saved.first(n, pager.ledger.chunk)

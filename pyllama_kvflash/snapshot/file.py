@@ -1,6 +1,5 @@
 """A .kvsnap file being read: its tables at once, a record when it is used."""
 
-import hashlib
 import os
 import stat
 from bisect import bisect_right
@@ -18,11 +17,12 @@ import numpy.typing as npt
 
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.native import Record, Tokens
+from pyllama_kvflash.native.checksum import Checksum
 from pyllama_kvflash.snapshot import layout
-from pyllama_kvflash.snapshot.layout import CHUNK, DIGEST, READABLE, SOURCE, START, Chunks, Contents, Identity, Source
+from pyllama_kvflash.snapshot.layout import CHUNK, DIGEST, HEADER, SOURCE, START, Chunks, Contents, Identity, Source
 from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
-_BLOCK = 1 << 20  # bytes that are read and then digested, while the processor's cache has them
+_BLOCK = 1 << 20  # bytes that are read and then summed, while the processor's cache has them
 
 
 class OrphanError(SnapshotError):
@@ -79,10 +79,10 @@ class _Opened:
         if start["magic"].tobytes() != layout.MAGIC:
             raise self.damaged("it does not begin with the magic bytes")
         version = int(start["version"])
-        if version not in READABLE:
-            msg = f"{self.path} has format {version}, and this version reads {min(READABLE)} to {max(READABLE)}: save it anew"
+        if version != layout.VERSION:
+            msg = f"{self.path} has format {version}, and this version reads {layout.VERSION}: save it anew"
             raise UnreadableError(msg, f"it has format {version}")
-        header = self._beginning(layout.header_with(len(READABLE[version])))
+        header = self._beginning(HEADER)
         if header["digest"].tobytes() != layout.digest(header.tobytes()[:-DIGEST]) or header["version"] != version:
             raise self.damaged("its header was changed")
         if header["file_bytes"] != self.n_bytes or header["header_bytes"] != header.itemsize:
@@ -98,13 +98,13 @@ class _Opened:
         return res
 
     def read(self, start: int, into: Record, what: str) -> bytes:
-        """Copy bytes into an array (n,) uint8, unchecked. Returns their digest. For any thread.
+        """Copy bytes into an array (n,) uint8, unchecked. Returns their checksum. For any thread.
 
         what: the part of the file, for a message. Raises SnapshotError if they are not there.
         """
         if start + len(into) > self.n_bytes:
             raise self.damaged(f"{what} is cut off")
-        res = hashlib.sha256()
+        res = Checksum()
         for first in range(0, len(into), _BLOCK):
             block = into[first : first + _BLOCK].data
             n = 0
@@ -119,26 +119,23 @@ class _Opened:
             res.update(block)
         return res.digest()
 
-    def entry(self, name: str) -> npt.NDArray[Any] | None:
-        """Return where a section is, and its digest; None: the file's format has none."""
-        names = READABLE[int(self.header["version"])]
-        return self.header["sections"][names.index(name)] if name in names else None
+    def entry(self, name: str) -> npt.NDArray[Any]:
+        """Return where a section is, and its digest."""
+        res: npt.NDArray[Any] = self.header["sections"][layout.SECTIONS.index(name)]
+        return res
 
     def section(self, name: str) -> bytes:
-        """Return the bytes of a section, checked by its digest; none in an older format without it. Raises SnapshotError."""
+        """Return the bytes of a section, checked by its digest. Raises SnapshotError."""
         entry = self.entry(name)
-        if entry is None:
-            return b""
         raw = np.empty(int(entry["size"]), np.uint8)
-        if entry["digest"].tobytes() != self.read(int(entry["offset"]), raw, f"its section {name}"):
+        self.read(int(entry["offset"]), raw, f"its section {name}")
+        if entry["digest"].tobytes() != layout.digest(raw):
             raise self.damaged(f"its section {name} was changed")
         return raw.tobytes()
 
     def contents(self, *without: str) -> Contents:
         """Return what its tables hold. without: sections that count as empty. Raises SnapshotError."""
         raw = {name: b"" if name in without else self.section(name) for name in layout.TABLES}
-        if self.header["version"] < layout.VERSION:
-            raw["guests"] = b""  # its codes cannot be checked layer by layer
         try:
             return _contents(raw)
         except (ValueError, IndexError, KeyError):  # digests that fit, of tables that nobody writes
@@ -166,7 +163,7 @@ class Outline:
     mark: inode and bytes.
     header: digest of the header.
     tokens: (n_tokens,) int32.
-    digests: (n_chunks,) V32, of the records.
+    checksums: (n_chunks,) V16, of the records.
     states: positions at which it has the state that no chunk holds; empty: there is no such state.
     """
 
@@ -175,7 +172,7 @@ class Outline:
     header: bytes
     identity: Identity
     tokens: Tokens
-    digests: Chunks
+    checksums: Chunks
     states: tuple[int, ...]
     sources: tuple[Source, ...]
 
@@ -193,7 +190,7 @@ class Outline:
             header=own.header["digest"].tobytes(),
             identity=contents.identity,
             tokens=contents.tokens,
-            digests=contents.chunks["digest"].copy(),
+            checksums=contents.chunks["checksum"].copy(),
             states=tuple(pos for pos, _ in contents.states),
             sources=contents.sources,
         )
@@ -207,7 +204,7 @@ class Outline:
     @property
     def as_source(self) -> Source:
         """The file as a source of another one, with the records it has itself."""
-        return Source(self.path.name, self.header, layout.n_lent(self.sources), len(self.digests))
+        return Source(self.path.name, self.header, layout.n_lent(self.sources), len(self.checksums))
 
     @property
     def needs(self) -> frozenset[Path]:
@@ -232,7 +229,7 @@ class Outline:
 
 class SnapshotFile:
     """An open snapshot. Everything but the codes and the records is checked at once; these are read, and checked, when they are used.
-    Threads read one each: a single one digests less than 2 GB/s.
+    Threads read one each.
 
     It keeps the file open, and those that have records of it, until nobody holds this: names may go or get another file.
     """
@@ -256,20 +253,20 @@ class SnapshotFile:
 
     def _check_records(self, own: _Opened) -> None:
         entry, chunks = self.header["sections"][-1], self.contents.chunks
-        if entry["digest"].tobytes() != layout.digest(chunks["digest"].tobytes()):
-            raise own.damaged("the digests of its records were changed")
+        if entry["digest"].tobytes() != layout.digest(chunks["checksum"].tobytes()):
+            raise own.damaged("the checksums of its records were changed")
         if own.start + int(entry["size"]) > own.n_bytes:
             raise own.damaged("its records are cut off")
 
     def _places_of_codes(self, own: _Opened) -> list[tuple[int, int, bytes]]:
-        """Return where the codes of each layer begin, how many bytes they have, and their digest; empty: there are none."""
+        """Return where the codes of each layer begin, how many bytes they have, and their checksum; empty: there are none."""
         guests, entry = self.contents.guests, own.entry("codes")
-        if guests is None or entry is None:
+        if guests is None:
             return []
-        if entry["digest"].tobytes() != layout.digest(*guests.digests) or sum(guests.sizes) != entry["size"]:
-            raise own.damaged("the digests of its codes were changed")
+        if entry["digest"].tobytes() != layout.digest(*guests.checksums) or sum(guests.sizes) != entry["size"]:
+            raise own.damaged("the checksums of its codes were changed")
         starts = accumulate(guests.sizes[:-1], initial=int(entry["offset"]))
-        return list(zip(starts, guests.sizes, guests.digests, strict=True))
+        return list(zip(starts, guests.sizes, guests.checksums, strict=True))
 
     @property
     def n_bytes(self) -> int:
@@ -301,7 +298,7 @@ class SnapshotFile:
         k = bisect_right(self._ends, i)
         part, start = self._parts[k], self._parts[k].start + (i - self._firsts[k]) * self._pitch + self._lead
         with self._reporting(part):
-            if part.read(start, into, f"the record of chunk {i}") != self.contents.chunks["digest"][i].tobytes():
+            if part.read(start, into, f"the record of chunk {i}") != self.contents.chunks["checksum"][i].tobytes():
                 raise part.damaged(f"the record of chunk {i} was changed")
 
     def codes(self, layer: int) -> Record:
@@ -310,10 +307,10 @@ class SnapshotFile:
 
         Raises SnapshotError if they are not in the file any more.
         """
-        own, (start, size, digest) = self._parts[-1], self._codes[layer]
+        own, (start, size, found) = self._parts[-1], self._codes[layer]
         res = np.empty(size, np.uint8)
         with self._reporting(own):
-            if own.read(start, res, "its section codes") != digest:
+            if own.read(start, res, "its section codes") != found:
                 raise own.damaged("its section codes was changed")
         return res
 

@@ -13,13 +13,14 @@ import numpy.typing as npt
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.native import Record, Tokens
+from pyllama_kvflash.native.checksum import CHECKSUM
 from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 SUFFIX = ".kvsnap"
 MAGIC = b"\x93KVSNAP\n"
 VERSION = 4
-DIGEST = 32  # bytes of a SHA-256: processors have instructions for it, so no other good digest in hashlib is as fast
+DIGEST = 32  # bytes of a SHA-256, of tables and tokens. Records and codes are much more: they have a checksum
 PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 
 _PRIVATE = 0o600  # mode: only its owner may read it, since it holds a text
@@ -29,19 +30,11 @@ LONG = 1 << 30  # keys have the long factors of RoPE
 
 TABLES = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "guests")
 SECTIONS = (*TABLES, "codes", "records")
-READABLE = {2: (*TABLES[:-1], "records"), 3: SECTIONS, VERSION: SECTIONS}
-"""The sections of a file, by its version. Version 3 has one digest of all codes: they are not used, and made anew."""
 
 START = np.dtype([("magic", "V8"), ("version", "<u4"), ("header_bytes", "<u4"), ("file_bytes", "<u8")])
 _SECTION = np.dtype([("offset", "<u8"), ("size", "<u8"), ("digest", "V32")])
-
-
-def header_with(n_sections: int) -> np.dtype[Any]:
-    """Return the type of a header. It begins with a START, and ends with the digest of everything before that."""
-    return np.dtype([*START.descr, ("sections", _SECTION, n_sections), ("digest", "V32")])
-
-
-HEADER = header_with(len(SECTIONS))
+HEADER = np.dtype([*START.descr, ("sections", _SECTION, len(SECTIONS)), ("digest", "V32")])
+"""It begins with a START, and ends with the digest of everything before that."""
 LAYER = np.dtype(
     [
         (name, "<i4")
@@ -73,7 +66,7 @@ SEQUENCE = np.dtype(
 CHUNK = np.dtype(
     [
         ("chain", "V32"),  # digest of the chain so far and this chunk's tokens
-        ("digest", "V32"),  # of its record
+        ("checksum", f"V{CHECKSUM}"),  # of its record
         ("state", "<i1"),  # policy.State
         ("pinned", "<i1"),
         ("reserved", "<i2"),  # 0
@@ -240,9 +233,9 @@ def write(
 ) -> int:
     """Write a file under another name, and rename it once it is whole and on the disk. Returns its size in bytes.
 
-    records: of the chunks from contents.n_lent on, in order; contents.chunks has their digests.
+    records: of the chunks from contents.n_lent on, in order; contents.chunks has their checksums.
     on_record: called with how many are written.
-    codes: of each layer, if contents.guests has one, with their digests.
+    codes: of each layer, if contents.guests has one, with their checksums.
 
     Raises SnapshotError. Nothing is left behind then; a killed process leaves only a file named `.*.part`.
     """
@@ -263,7 +256,7 @@ def _write(
 ) -> int:
     pitch, lead = record_place(contents.identity)
     header, at = np.zeros((), HEADER), HEADER.itemsize
-    of_codes = contents.guests.digests if contents.guests else ()
+    of_codes = contents.guests.checksums if contents.guests else ()
     for i, (parts, signed) in enumerate([*(([raw], [raw]) for raw in _tables(contents)), (codes, of_codes)]):
         size = sum(map(len, parts))
         header["sections"][i] = (at, size, np.void(digest(*signed)))
@@ -281,7 +274,7 @@ def _write(
         file.write(record)
         if on_record:
             on_record(i + 1)
-    header["sections"][-1] = (start, end - start, np.void(digest(contents.chunks["digest"].tobytes())))
+    header["sections"][-1] = (start, end - start, np.void(digest(contents.chunks["checksum"].tobytes())))
     header["magic"], header["version"] = np.void(MAGIC), VERSION
     header["header_bytes"], header["file_bytes"] = HEADER.itemsize, end
     header["digest"] = np.void(digest(header.tobytes()[:-DIGEST]))

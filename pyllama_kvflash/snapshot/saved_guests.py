@@ -7,13 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.native import Record
+from pyllama_kvflash.native.checksum import CHECKSUM
 from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.pool.guests import GuestRoom
 from pyllama_kvflash.pool.pager import Pager
 
 GUESTS = np.dtype(
     [
-        ("zero", "<u4"),  # not 0: of an index by which layers chose before there were codes
+        ("reserved", "<u4"),  # 0
         ("form", "<u4", 2),  # bits of the codes of keys and of values
         ("n_tokens", "<u4"),  # positions that have codes
         ("n_known", "<u4"),  # positions that had codes when the last segment began
@@ -31,7 +32,7 @@ class SavedGuests:
     n_tokens: positions that have codes, the first ones, in whole chunks.
     n_known: of these, those that had codes when the last segment of 4,096 began.
     sizes: bytes of the codes of each layer.
-    digests: of the codes of each layer, so that threads can check them; empty: they are not known yet.
+    checksums: of the codes of each layer, so that threads can check them; empty: they are not known yet.
     blocks: of guests, (n_block,) int32.
     units: in each slot of each layer, (n_layer, n_slot) int32; -1: none.
     """
@@ -42,7 +43,7 @@ class SavedGuests:
     sizes: tuple[int, ...]
     blocks: npt.NDArray[np.int32]
     units: npt.NDArray[np.int32]
-    digests: tuple[bytes, ...] = ()
+    checksums: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, pager: Pager, n_tokens: int) -> tuple[Self | None, list[Record]]:
@@ -76,20 +77,18 @@ class SavedGuests:
         head["n_tokens"], head["n_known"], head["n_layer"] = self.n_tokens, self.n_known, len(self.sizes)
         head["n_block"], head["n_slot"] = len(self.blocks), self.units.shape[1]
         sizes, *tables = np.array(self.sizes, "<u8"), self.blocks.astype("<i4"), self.units.astype("<i4")
-        return b"".join([head.tobytes(), sizes.tobytes(), *self.digests, *(table.tobytes() for table in tables)])
+        return b"".join([head.tobytes(), sizes.tobytes(), *self.checksums, *(table.tobytes() for table in tables)])
 
     @classmethod
     def unpacked(cls, raw: bytes) -> Self | None:
-        """Return what a section holds; None: it is empty, or of such an index."""
+        """Return what a section holds; None: it is empty."""
         if not raw:
             return None
         head = np.frombuffer(raw, GUESTS, 1)[0]
-        if head["zero"]:
-            return None
         n_layer, n_block = int(head["n_layer"]), int(head["n_block"])
         sizes = np.frombuffer(raw, "<u8", n_layer, GUESTS.itemsize)
-        digests = np.frombuffer(raw, "V32", n_layer, GUESTS.itemsize + sizes.nbytes)
-        rest = np.frombuffer(raw, "<i4", -1, GUESTS.itemsize + sizes.nbytes + digests.nbytes).astype(np.int32)
+        checksums = np.frombuffer(raw, f"V{CHECKSUM}", n_layer, GUESTS.itemsize + sizes.nbytes)
+        rest = np.frombuffer(raw, "<i4", -1, GUESTS.itemsize + sizes.nbytes + checksums.nbytes).astype(np.int32)
         return cls(
             form=CoarseForm(*head["form"].tolist()),
             n_tokens=int(head["n_tokens"]),
@@ -97,5 +96,5 @@ class SavedGuests:
             sizes=tuple(sizes.tolist()),
             blocks=rest[:n_block],
             units=rest[n_block:].reshape(n_layer, int(head["n_slot"])),
-            digests=tuple(each.tobytes() for each in digests),
+            checksums=tuple(each.tobytes() for each in checksums),
         )

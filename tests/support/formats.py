@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pyllama_kvflash.native.checksum import checksum
 from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.snapshot.file import SnapshotFile
@@ -24,7 +25,6 @@ from pyllama_kvflash.snapshot.layout import (
     Source,
     chain,
     digest,
-    header_with,
     write,
 )
 from pyllama_kvflash.snapshot.saved_guests import GUESTS, SavedGuests
@@ -56,7 +56,7 @@ def made(n_tokens: int = 70, n_state: int = 2, seed: int = 0, **values: Any) -> 
     records = [rng.integers(0, 256, identity.fields["record_bytes"], np.uint8) for _ in range(n)]
     chunks = np.zeros(n, CHUNK)
     chunks["chain"] = [np.void(link) for link in chain(identity, tokens, N_CHUNK)]
-    chunks["digest"] = [np.void(digest(record)) for record in records]
+    chunks["checksum"] = [np.void(checksum(record)) for record in records]
     chunks["state"], chunks["pinned"] = rng.integers(0, 3, n), rng.integers(0, 2, n)
     chunks["reserved"], chunks["block"] = rng.integers(0, 4, n), rng.integers(-1, 8, n)
     chunks["touched"], chunks["score"] = rng.integers(0, 9, n), rng.choice([np.nan, -np.inf, 0.5, 3.0], n)
@@ -76,39 +76,9 @@ def with_guests(contents: Contents, seed: int = 0) -> tuple[Contents, list[Recor
     rng, n = np.random.default_rng(seed), len(contents.tokens) // N_CHUNK
     codes = [rng.integers(0, 256, size, np.uint8) for size in (101, 60)]
     blocks, units = rng.permutation(8)[:3].astype(np.int32), rng.integers(-1, n, (2, 12)).astype(np.int32)
-    digests = tuple(digest(part) for part in codes)
-    guests = SavedGuests(CoarseForm(4, 2), n * N_CHUNK, N_CHUNK, (101, 60), blocks, units, digests)
+    sums = tuple(checksum(part) for part in codes)
+    guests = SavedGuests(CoarseForm(4, 2), n * N_CHUNK, N_CHUNK, (101, 60), blocks, units, sums)
     return replace(contents, guests=guests), codes
-
-
-def as_version_2(path: Path, to: Path) -> None:
-    """A copy of a file without guests, as the version before them wrote it."""
-    file = SnapshotFile(path)
-    assert file.contents.guests is None
-    header = np.zeros((), header_with(10))
-    for name in ("magic", "file_bytes"):
-        header[name] = file.header[name]
-    header["version"], header["header_bytes"] = 2, header.itemsize
-    header["sections"] = file.header["sections"][[*range(9), 11]]
-    header["digest"] = np.void(digest(header.tobytes()[:-DIGEST]))
-    raw = header.tobytes()
-    to.write_bytes(raw + bytes(file.header.itemsize - len(raw)) + path.read_bytes()[file.header.itemsize :])
-
-
-def as_version_3(path: Path, to: Path) -> None:
-    """A copy of a file with guests, as the version before wrote it: one digest is of all codes, and the guests have none."""
-    file, data = SnapshotFile(path), bytearray(path.read_bytes())
-    saved, (start, end), (first, last) = file.contents.guests, sections(path)["guests"], sections(path)["codes"]
-    assert saved
-    raw = replace(saved, digests=()).packed()
-    data[start:end] = raw.ljust(end - start, b"\0")
-    header = np.frombuffer(data, HEADER, 1).copy()
-    header["version"] = 3
-    for name, part in {"guests": raw, "codes": bytes(data[first:last])}.items():
-        header["sections"]["digest"][0, SECTIONS.index(name)] = np.void(digest(part))
-    header["sections"]["size"][0, SECTIONS.index("guests")] = len(raw)
-    data[: HEADER.itemsize] = header.tobytes()
-    to.write_bytes(resigned(data))
 
 
 def codes_of(file: SnapshotFile) -> list[Record]:
