@@ -1,0 +1,58 @@
+"""Draw docs/figures/kld-bytes.png from the table of docs/results/coarse.md, "Answers on a GPU": KL divergence against device memory.
+
+python bench/closeness.py
+"""
+
+import re
+from pathlib import Path
+
+from pyllama_kvflash.bench.figures import kld_figure
+from pyllama_kvflash.bench.kld import KldRow
+
+DOCS = Path(__file__).parent.parent / "docs"
+START = "| | pool | device KV | prose"  # where the table begins
+N_CTX, FULL = 16_384, 448 << 20  # tokens, and bytes of the full f16 cache: Qwen2.5-Coder-1.5B
+TEXTS = ("prose", "code")
+
+
+def rows(text: int) -> list[KldRow]:
+    """Return the rows of the table. text: which of TEXTS."""
+    page = (DOCS / "results" / "coarse.md").read_text("utf-8")
+    lines = page[page.index(START) :].split("\n\n")[0].splitlines()[2:]
+    found = []
+    for line in lines:
+        name, pool, share, *cells = (
+            cell.strip(" *`%") for cell in line.replace("`", "").replace("*", "").strip("|").split("|")
+        )
+        part, n_pool = float(share) / 100, None if pool == "-" else int(pool.replace(",", ""))
+        cached = re.fullmatch(r"full cache, (\w+)", name)
+        found.append(
+            KldRow(
+                variant=f"full/type_k={cached[1]}" if cached else name,
+                kind="full cache, quantised" if cached else name,
+                n_ctx=N_CTX,
+                pool=n_pool,
+                kv_device_bytes=round(part * FULL),
+                share=part,
+                kld=float(cells[text].split(";")[0]),
+                kld_99=0,
+                kld_999=None,
+                same_top=0,
+                ppl=0,
+                prefill_s=0,
+                decode_s=0,
+                machine="",
+                n_score=256,
+            )
+        )
+    return found
+
+
+def main() -> None:
+    """Draw a panel for each text."""
+    panels = ((rows(i), f"Qwen2.5-Coder-1.5B, one H200, 256 tokens of {text}") for i, text in enumerate(TEXTS))
+    (DOCS / "figures" / "kld-bytes.png").write_bytes(kld_figure(*panels))
+
+
+if __name__ == "__main__":
+    main()
