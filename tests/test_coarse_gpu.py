@@ -1,6 +1,6 @@
 """Attention by codes with the kernels of a GPU, compiled for the CPU (tests/native/cuda), against that of the CPU.
 
-Codes are the same, bytes for bytes. Both round queries and weights to bytes, of other blocks.
+Codes are the same, bytes for bytes. The CPU rounds queries and weights to bytes, the kernels queries to bytes and weights to halves.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="a GPU has its own: tests/test_coarse.py is about these"),
 ]
 
-NEAR = 0.012  # relative RMS of logits: queries and weights as bytes, and what else is chosen where shares are alike
+NEAR = 0.012  # relative RMS of logits: queries as bytes, weights as bytes or halves, and what else is chosen where shares are alike
 KERNELS = r"pyllama_kvflash/native/src/kvflash-(attend|far|near|words|coded|encode|choose|ask|gpu|coarse|codes|fresh|kernels).*"
 
 Tables = npt.NDArray[np.int32]

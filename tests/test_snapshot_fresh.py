@@ -19,7 +19,7 @@ from support.runs import Open
 from support.snapshots import FRESH, MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.errors import AllocationError, SnapshotError
 from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.policy.coarse import CoarseForm
@@ -336,6 +336,19 @@ def test_a_damaged_record(opened: Open, saved: Path, snap: Path, chunk: int) -> 
         with pytest.raises(SnapshotError, match=f"not a whole snapshot: the record of chunk {chunk} was changed"):
             kv.restore(snap)
         assert_usable(kv)
+    assert kv.restore(saved) == N
+
+
+def test_codes_have_no_room(opened: Open, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(guests: Guests, layer: int, n: int, codes: object) -> None:
+        raise AllocationError("out of memory")
+
+    kv = opened(**EXACT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Guests, "restore_codes", refused)
+        with pytest.raises(SnapshotError, match=f"{saved} cannot be used: there is no memory for its codes"):
+            kv.restore(saved)
+    assert_usable(kv)
     assert kv.restore(saved) == N
 
 

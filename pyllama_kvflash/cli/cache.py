@@ -99,7 +99,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 @FOLDER
 @click.option("--remove", is_flag=True, help="Remove damaged snapshots; one that cannot be read stays.")
 def verify(folder: str | None, *, remove: bool) -> int:
-    """Check every snapshot against its digests. The exit code is 1 if one is damaged, or cannot be read."""
+    """Check every snapshot against its digests and checksums. The exit code is 1 if one is damaged, or cannot be read."""
     found, damaged, unread, removed = _cache(folder), 0, 0, list[Path]()
     reporter = Reporter()
     for entry in found.entries():

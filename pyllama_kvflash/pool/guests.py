@@ -108,8 +108,12 @@ class GuestRoom:
 
         n_known: chunks that had codes when the last segment began. Raises what reading them or filling a lent record raises.
         """
-        for put in self._restoring:
-            put.result()
+        try:
+            for put in self._restoring:
+                put.result()
+        except (AllocationError, MemoryError) as err:
+            msg = f"there is no memory for its codes ({err}): use fewer bits (`coarse` 2), or none"
+            raise HostMemoryError(msg) from None
         records = [self._record(c) for c in range(n)]
         self.native.cover(0, records[:n_known])
         self.native.cover(n_known, records[n_known:])

@@ -45,7 +45,7 @@ class HostStore:
     """
 
     def __init__(self, memory: HostMemory, n_readers: int = 1) -> None:
-        """n_readers: threads that read records ahead; each hashes less than 2 GB/s."""
+        """n_readers: threads that read records ahead."""
         self.memory = memory
         self._n_readers = n_readers
         self._entries: dict[int, Stored] = {}

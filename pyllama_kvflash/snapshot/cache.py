@@ -238,7 +238,7 @@ class PrefixCache:
         return self._home(identity) / f"{chain[-1].hex()[:_NAME]}{SUFFIX}"
 
     def _home(self, identity: Identity) -> Path:
-        return self.folder / layout.digest(identity.raw).hex()[:_NAME]
+        return self.folder / layout.digest(identity.raw, bytes([layout.VERSION])).hex()[:_NAME]
 
     def _matches(self, identity: Identity, tokens: Tokens) -> list[tuple[int, Path]]:
         """Return the files that have a prefix of a text, each with the length of that prefix in tokens."""

@@ -29,7 +29,7 @@ States = Sequence[tuple[int, bytes]]
 S = TypeVar("S")
 T = TypeVar("T")
 
-_HASHERS = 8  # threads; each hashes 1 GB/s
+_HASHERS = 8  # threads
 
 OnRecord = Callable[[int, int], None]
 """Called with the number of records written, and the number of all to write."""

@@ -127,6 +127,8 @@ class _Opened:
     def section(self, name: str) -> bytes:
         """Return the bytes of a section, checked by its digest. Raises SnapshotError."""
         entry = self.entry(name)
+        if int(entry["offset"]) + int(entry["size"]) > self.n_bytes:
+            raise self.damaged(f"its section {name} is cut off")
         raw = np.empty(int(entry["size"]), np.uint8)
         self.read(int(entry["offset"]), raw, f"its section {name}")
         if entry["digest"].tobytes() != layout.digest(raw):
@@ -263,7 +265,8 @@ class SnapshotFile:
         guests, entry = self.contents.guests, own.entry("codes")
         if guests is None:
             return []
-        if entry["digest"].tobytes() != layout.digest(*guests.checksums) or sum(guests.sizes) != entry["size"]:
+        is_sum = entry["digest"].tobytes() == layout.digest(*guests.checksums)
+        if not is_sum or not guests.sizes or sum(guests.sizes) != entry["size"]:
             raise own.damaged("the checksums of its codes were changed")
         starts = accumulate(guests.sizes[:-1], initial=int(entry["offset"]))
         return list(zip(starts, guests.sizes, guests.checksums, strict=True))

@@ -94,6 +94,7 @@ class SavedPool:
             if room:
                 pager.records.read_ahead()  # guests are fetched from any of them
             if room and self.guests and codes:  # first, while memory for the records is being taken
+                pager.ctx.synchronize()  # not by each thread
                 room.begin_restore(self.guests.n_tokens, codes)
             for chunk in range(len(self.state)):
                 lend(chunk)

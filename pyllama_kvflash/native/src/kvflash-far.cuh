@@ -191,7 +191,7 @@ static __device__ void raise_top(
     for (uint32_t j = 0; j < 2; ++j) {
         const bool first = its.top[j] == NOWHERE;
         by[j]            = over_rows(by[j], most);
-        if (!first) { by[j] = fmaxf(by[j], 0); }
+        if (!first) { by[j] = ceilf(fmaxf(by[j], 0)); } // by a power of two, which halves are multiplied by exactly
         factor[j]  = first ? 1 : exp2f(-by[j]);
         its.top[j] = first ? by[j] : its.top[j] + by[j];
         its.sum[j] *= factor[j];

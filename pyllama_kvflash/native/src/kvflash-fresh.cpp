@@ -318,7 +318,7 @@ int kvf_codes_get(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
 
 int kvf_codes_set(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size) {
     return kvf_guard([&] {
-        auto &       fresh = idle_fresh_of(ctx, seq);
+        auto &       fresh = fresh_of(ctx, seq); // without codes, nothing computes with them
         const auto & l     = layer_of(fresh, layer);
         kvf_check(src && size == fresh.size(layer, n), "these are not the codes of such a layer");
         l.chooser->set(seq, layer, n, (const char *) src);

@@ -186,11 +186,11 @@ struct kvf_gpu_attend {
     // a sequence's ask. cells: of the pool that take as long as codes of 128 positions
     KVF_BOTH uint32_t n_far(const int32_t * its, uint32_t n_part) const {
         const uint32_t cells = whole ? 64 : 128, far = (its[kvf_gpu_ask::N_UNIT] + 7) / 8;
-        const uint32_t near = 1 + (its[kvf_gpu_ask::N_COMMON] * p.n_chunk + its[kvf_gpu_ask::N_FILL] * 16) / cells;
-        uint32_t       n    = (far * n_part + (far + near) / 2) / (far + near);
-        n                   = n < 1 ? 1 : n >= n_part ? n_part - 1 : n;
-        const uint32_t most = (far * 4 + n_warp - 1) / n_warp; // a warp has 32 positions, or more
-        return far == 0 ? 0 : n < most ? n : most;
+        const uint32_t near   = 1 + (its[kvf_gpu_ask::N_COMMON] * p.n_chunk + its[kvf_gpu_ask::N_FILL] * 16) / cells;
+        uint32_t       n      = (far * n_part + (far + near) / 2) / (far + near);
+        n                     = n < 1 ? 1 : n >= n_part ? n_part - 1 : n;
+        const uint32_t n_pair = (its[kvf_gpu_ask::N_UNIT] + 1) / 2, most = n_pair < n_warp ? 1 : n_pair / n_warp;
+        return n_pair == 0 ? 0 : n < most ? n : most; // a warp has 32 positions, or more
     }
 };
 

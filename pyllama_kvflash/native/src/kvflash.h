@@ -363,7 +363,6 @@ LLAMA_API int kvf_get_mass(struct llama_context * ctx, uint32_t back, float * ds
 // the factor of the products of these queries with keys, in each of n tapped layers
 LLAMA_API int kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
 
-// write a model file in another type, with the library's own quantiser. dst may be left behind if it fails
 // a checksum of bytes, as they come: 16 bytes of XXH3. null: there is no memory
 struct kvf_checksum;
 LLAMA_API struct kvf_checksum * kvf_checksum_new(void);
@@ -371,6 +370,7 @@ LLAMA_API void                  kvf_checksum_add(struct kvf_checksum * sum, cons
 LLAMA_API void                  kvf_checksum_get(const struct kvf_checksum * sum, uint8_t * dst);
 LLAMA_API void                  kvf_checksum_free(struct kvf_checksum * sum);
 
+// write a model file in another type, with the library's own quantiser. dst may be left behind if it fails
 LLAMA_API int kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
 
 // exchange the results of llama_get_embeddings_layer_inp() and llama_get_embeddings_nextn() of two contexts of a model
