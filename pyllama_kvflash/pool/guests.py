@@ -4,8 +4,9 @@ Native code makes the choice, in the graph. This module decides which chunks hav
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,15 @@ def form_of(ctx: Context) -> CoarseForm | None:
     """Return the codes that a context keeps of all positions beside the pool."""
     pool = ctx.pool
     return CoarseForm(pool.coarse_k, pool.coarse_v) if pool and pool.coarse_k else None
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (AllocationError, MemoryError) as err:
+        msg = f"there is no memory for {what} ({err}): use fewer bits (`coarse` 2) or no codes (`coarse` off)"
+        raise HostMemoryError(msg) from None
 
 
 class GuestRoom:
@@ -79,13 +89,9 @@ class GuestRoom:
         # a GPU has one stream for this, and a call of it takes longer than its work for a chunk
         each = n_layer if info.device_bytes else 1
         parts = [range(i, i + each) for i in range(0, n_layer, each)]
-        try:
+        with _memory_for(f"the codes of {n * self._ledger.chunk:,} tokens"):
             deque(self._threads.map(lambda layers: self.native.put(layers, have, records), parts), maxlen=0)
             self.native.cover(have, records)
-        except AllocationError as err:
-            n_tokens = f"{n * self._ledger.chunk:,} tokens"
-            msg = f"there is no memory for the codes of {n_tokens} ({err}): use fewer bits (`coarse` 2), or none"
-            raise HostMemoryError(msg) from None
 
     def begin_restore(self, n_tokens: int, codes: Callable[[int], Record]) -> None:
         """Begin to put back codes of the first n_tokens positions, in threads. end_restore() or stop_restore() must follow.
@@ -108,12 +114,9 @@ class GuestRoom:
 
         n_known: chunks that had codes when the last segment began. Raises what reading them or filling a lent record raises.
         """
-        try:
+        with _memory_for("its codes"):
             for put in self._restoring:
                 put.result()
-        except (AllocationError, MemoryError) as err:
-            msg = f"there is no memory for its codes ({err}): use fewer bits (`coarse` 2), or none"
-            raise HostMemoryError(msg) from None
         records = [self._record(c) for c in range(n)]
         self.native.cover(0, records[:n_known])
         self.native.cover(n_known, records[n_known:])

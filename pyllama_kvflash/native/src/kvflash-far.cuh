@@ -16,29 +16,6 @@ struct far_sums {
 
 static constexpr uint32_t PAIR = 2 * UNIT; // positions
 
-// the pairs of units of a warp
-struct far_range {
-    uint32_t first, last;
-    uint32_t segment; // of the block's last one
-
-    __device__ far_range(const attend_places & at, const attend_task & task) {
-        const uint32_t n = task.n_far * at.n_warp, n_pair = (task.n_unit + 1) / 2;
-        const uint32_t i = task.part * at.n_warp + threadIdx.x / 32;
-        first            = n_pair * i / n;
-        last             = n_pair * (i + 1) / n;
-        segment          = (n_pair * ((task.part + 1) * at.n_warp) / n - 1) * PAIR / SEGMENT;
-    }
-
-    // of the first piece
-    __device__ void begin(const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m) const;
-
-    // pairs of a piece: PAIRS, or those up to the last one, or to the end of a word of `taken` (and so of a tile)
-    __device__ uint32_t n(uint32_t i) const { return min(min(PAIRS, last - i), 16 - i % 16); }
-};
-
-// the first position in a unit whose keys a lane has: rows g and g + 1 are eight apart
-static __device__ uint32_t pos_of(uint32_t g) { return g % 2 * 8 + g / 2 % 2 * 4; }
-
 // have some bytes come to the cache of the device, by a warp
 static __device__ void fetch_early(const void * at, uint32_t size) {
 #pragma unroll 1
@@ -56,6 +33,34 @@ static __device__ void fetch_early(
     fetch_early(of.codes + slot * unit_bytes(c), n * 2 * unit_bytes(c));
     fetch_early(of.scales + slot * UNIT, n * PAIR * sizeof(uint16_t));
 }
+
+// the pairs of units of a warp
+struct far_range {
+    uint32_t first, last;
+    uint32_t segment; // of the block's last one
+
+    __device__ far_range(const attend_places & at, const attend_task & task) {
+        const uint32_t n = task.n_far * at.n_warp, n_pair = (task.n_unit + 1) / 2;
+        const uint32_t i = task.part * at.n_warp + threadIdx.x / 32;
+        first            = n_pair * i / n;
+        last             = n_pair * (i + 1) / n;
+        segment          = (n_pair * ((task.part + 1) * at.n_warp) / n - 1) * PAIR / SEGMENT;
+    }
+
+    // what the first piece needs
+    __device__ void begin(const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m) const {
+        if (first == last) { return; }
+        fetch_early(a.coding[0], m.codes[0], first, n(first), task.head);
+        fetch_early(a.coding[1], m.codes[1], first, n(first), task.head);
+        fetch_early(mean_of(a.coding[0], m.codes[0], first * 2, task.head), a.coding[0].width * sizeof(float));
+    }
+
+    // pairs of a piece: PAIRS, or those up to the last one, or to the end of a word of `taken` (and so of a tile)
+    __device__ uint32_t n(uint32_t i) const { return min(min(PAIRS, last - i), 16 - i % 16); }
+};
+
+// the first position in a unit whose keys a lane has: rows g and g + 1 are eight apart
+static __device__ uint32_t pos_of(uint32_t g) { return g % 2 * 8 + g / 2 % 2 * 4; }
 
 // of a pair of units, on its way: words of its first products, and scales of the lane's positions, of keys and of values
 template <uint32_t N_BIT> struct next_pair {
@@ -94,13 +99,6 @@ private:
         v = read_scales(of_v);
     }
 };
-
-__device__ void far_range::begin(const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m) const {
-    if (first == last) { return; }
-    fetch_early(a.coding[0], m.codes[0], first, n(first), task.head);
-    fetch_early(a.coding[1], m.codes[1], first, n(first), task.head);
-    fetch_early(mean_of(a.coding[0], m.codes[0], first * 2, task.head), a.coding[0].width * sizeof(float));
-}
 
 // scales of a piece's values, four of each lane
 static __device__ uint2 piece_scales(
@@ -182,8 +180,8 @@ struct piece_sums {
     float total[4] = {}; // of what values are multiplied by, of all lanes; the last two are the first two again
 };
 
-// The largest logits become what they are now, `by` of which the lane knows how much more they are; that of all lanes it
-// becomes. Whatever was relative to them is so again. weights: of n pairs
+// Raise the largest logits, and scale what is relative to them. by: how much the lane's own logits are above them; becomes
+// how much they were raised. weights: of n pairs
 static __device__ void raise_top(
         float (&by)[2], far_sums & its, piece_sums & piece, uint4 * weights, uint32_t n) {
     float factor[2];
@@ -234,9 +232,7 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
     uint32_t       taken         = shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> (u % 32 + g / 4);
 #pragma unroll 1
     for (; u < u_end; u += 2, taken >>= 2, weights += 32) {
-        const struct {
-            uint2 k, v;
-        } scales   = {next.k, next.v};
+        const uint2 of_keys = next.k, of_values = next.v;
         int one[4] = {zero, zero, zero, zero}, two[4] = {zero, zero, zero, zero};
 #pragma unroll 1
         for (uint32_t step = 0; step < n_step; step += STEPS) {
@@ -255,7 +251,7 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
         float       y[4][2], now[2] = {NOWHERE, NOWHERE}; // relative to the top
 #pragma unroll
         for (uint32_t e = 0; e < 4; ++e) {
-            const float scale = half_of(e < 2 ? scales.k.x : scales.k.y, e % 2);
+            const float scale = half_of(e < 2 ? of_keys.x : of_keys.y, e % 2);
 #pragma unroll
             for (uint32_t j = 0; j < 2; ++j) {
                 const int   x       = e == 0 ? one[j] : e == 1 ? one[2 + j] : e == 2 ? two[j] : two[2 + j];
@@ -308,7 +304,7 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
         uint32_t w[4];
 #pragma unroll
         for (uint32_t e = 0; e < 4; ++e) {
-            const float by = open ? half_of(e < 2 ? scales.v.x : scales.v.y, e % 2) * unit : 0;
+            const float by = open ? half_of(e < 2 ? of_values.x : of_values.y, e % 2) * unit : 0;
             w[e]           = turned(halves(y[e][0] * by, y[e][1] * by));
         }
         *weights = {w[0], w[1], w[2], w[3]};

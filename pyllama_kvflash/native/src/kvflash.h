@@ -363,7 +363,7 @@ LLAMA_API int kvf_get_mass(struct llama_context * ctx, uint32_t back, float * ds
 // the factor of the products of these queries with keys, in each of n tapped layers
 LLAMA_API int kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
 
-// a checksum of bytes, as they come: 16 bytes of XXH3. null: there is no memory
+// a checksum (XXH3, 16 bytes) of bytes that come in pieces. kvf_checksum_new() returns null if memory is short
 struct kvf_checksum;
 LLAMA_API struct kvf_checksum * kvf_checksum_new(void);
 LLAMA_API void                  kvf_checksum_add(struct kvf_checksum * sum, const void * data, size_t size);

@@ -360,7 +360,6 @@ template <typename T, typename F> inline T kvf_bits(F x) {
     return res;
 }
 
-inline uint32_t __float_as_uint(float x) { return kvf_bits<uint32_t>(x); }
 inline int      __float_as_int(float x) { return kvf_bits<int>(x); }
 inline float    __uint_as_float(uint32_t x) { return kvf_bits<float>(x); }
 inline float    __int_as_float(int x) { return kvf_bits<float>(x); }
@@ -374,17 +373,8 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t which) {
     return res;
 }
 
-inline int __dp4a(int a, int b, int c) {
-    for (int i = 0; i < 32; i += 8) {
-        c += (int8_t) (a >> i) * (int8_t) (b >> i);
-    }
-    return c;
-}
-
 template <typename T, typename U> inline T atomicAdd(T * at, U x) { return std::exchange(*at, *at + (T) x); }
-template <typename T> inline T             atomicMin(T * at, T x) { return std::exchange(*at, std::min(*at, x)); }
 template <typename T> inline T             atomicOr(T * at, T x) { return std::exchange(*at, *at | x); }
-template <typename T> inline T             atomicAnd(T * at, T x) { return std::exchange(*at, *at & x); }
 
 //
 // the runtime
