@@ -203,10 +203,10 @@ def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: P
 LATE = "rows that are not there yet"  # with MLA keys are values, too, and come alone
 MUTANTS = {
     "another mean": (
-        "mean_of(c, m.codes[0], segment * (SEGMENT / UNIT), task.head)",
-        "mean_of(c, m.codes[0], 0, 0)",
+        "mean_of(c, codes, s * each, pass.head)",
+        "mean_of(c, codes, 0, 0)",
     ),
-    "guests in both sums": ("slot < task.n_fill ? table[slot] : -1;", "-1;"),
+    "guests in both sums": ("const int32_t u = table[slot];", "const int32_t u = -1;"),
     "the scale of another position": (
         "of_k = m.codes[0].scales + slot * UNIT + pos_of(g);",
         "of_k = m.codes[0].scales + slot * UNIT;",

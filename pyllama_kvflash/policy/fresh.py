@@ -19,6 +19,11 @@ class Heads(NamedTuple):
     n_embd: int
     n_embd_v: int = 0
 
+    def n_passes(self, n_tokens: int) -> int:
+        """Return the passes over codes that these tokens take (kvf_gpu_attend::n_pass)."""
+        share = self.n_query // self.n_kv
+        return -(-n_tokens // max(1, _COLUMNS // share)) * self.n_kv * -(-share // _COLUMNS)
+
     @classmethod
     def of(cls, layer: Any) -> "Heads":
         """Return those of a layer of the cache (native.Layer)."""
@@ -28,8 +33,9 @@ class Heads(NamedTuple):
 # of native/src: kvf_fresh::MOST_ASKING, KVF_GPU_PARTS, and where pieces of device memory begin
 _ASKING, _PARTS, _ALIGNED = 8, 512, 256
 _WORD, _POINTER = 4, 8
-# kvf_gpu_attend::MOST_ROW_PART, and the sizes of kvf_gpu_layer and kvf_gpu_coder
-_ROW_PARTS, _LAYER, _CODER = 1024, 512, 128
+# kvf_gpu_attend::MOST_ROW_PART, MOST_TOKEN and COLUMNS, and the sizes of kvf_gpu_layer and kvf_gpu_coder
+_ROW_PARTS, _MOST_TOKENS, _COLUMNS, _LAYER, _CODER = 1024, 128, 8, 512, 128
+_SEGMENT_UNITS, _WORD_BITS = 256, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,15 @@ class GpuChoice:
         n_query, n_layer = max(h.n_query for h in self.heads), len(self.heads)
         tables = [4 * _POINTER * n_layer * self.n_seq] * 2 + [_LAYER * n_layer, _CODER * 2 * n_layer]
         parts = _WORD * _ROW_PARTS * n_query * (2 + width)
-        return [*tables, 2 * _POINTER * 2 * n_layer * n_row, _POINTER * self._n_chunks, parts]
+        return [*tables, 2 * _POINTER * 2 * n_layer * n_row, _POINTER * self._n_chunks, parts, *self._passes()]
+
+    def _passes(self) -> list[int]:
+        """Of attention by codes: queries as its blocks take them, and which units the pool has."""
+        n_unit = self._n_chunks * self.chunk // UNIT
+        base = _WORD * (2 + -(-n_unit // _SEGMENT_UNITS))
+        each = [-(-h.n_embd // 128) * 128 + -(-h.n_embd // UNIT) * 32 + base for h in self.heads]
+        passes = [h.n_passes(_MOST_TOKENS) * n * _COLUMNS for h, n in zip(self.heads, each, strict=True)]
+        return [max(passes), _MOST_TOKENS * _WORD * -(-n_unit // _WORD_BITS)]
 
     def _scratch(self) -> list[int]:
         """Of the layer that chooses: shares of the attention, and what is fetched."""

@@ -2,33 +2,7 @@
 // give, in one softmax with the pool; and the choice of the pool's guests by it, for the next token. No word from the host.
 
 #include "kvflash-near.cuh"
-
-// which units the pool has, by one block: those that are common, and then the guests
-static __device__ void read_taken(const kvf_gpu_layer & p, const asked & ask, const attend_task & task, uint32_t * taken) {
-    constexpr uint32_t EARLY = 4; // guests of a thread that are on their way meanwhile
-
-    const int32_t * table = p.guests[task.seq].table;
-    int32_t         first[EARLY];
-#pragma unroll
-    for (uint32_t i = 0; i < EARLY; ++i) {
-        const uint32_t slot = threadIdx.x + i * blockDim.x;
-        first[i]            = slot < task.n_fill ? table[slot] : -1;
-    }
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < (task.n_unit + 31) / 32; i += blockDim.x) {
-        taken[i] = ask.bits(task.seq)[i];
-    }
-    __syncthreads();
-    const auto add = [&](uint32_t u) { atomicOr(&taken[u / 32], 1u << u % 32); };
-#pragma unroll
-    for (uint32_t i = 0; i < EARLY; ++i) {
-        if (first[i] >= 0) { add(first[i]); }
-    }
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x + EARLY * blockDim.x; i < task.n_fill; i += blockDim.x) {
-        add(table[i]);
-    }
-}
+#include "kvflash-prepare.cuh"
 
 // what a warp has at its end
 static __device__ void keep_sums(const far_sums & its, attend_memory & m) {
@@ -106,70 +80,65 @@ static __device__ void put_values(const kvf_gpu_attend & a, const attend_places 
     }
 }
 
-// tokens: of the batch, from the first one on, n of them. grid: parts; queries of a row that share a head of keys, COLS at a
-// time; rows, or as many as COLS has room for
+// tokens: of the batch, from the first one on, n of them.
 template <uint32_t BITS_K, uint32_t BITS_V>
-static __global__ void __launch_bounds__(AT, 4) kvf_attend(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries q,
-        const int32_t * words, uint32_t tokens, uint32_t n) {
+static __global__ void __launch_bounds__(AT, 4) kvf_attend(
+        const __grid_constant__ kvf_gpu_attend a, const int32_t * words, uint32_t tokens, uint32_t n) {
     using A = kvf_gpu_ask;
 
-    const auto &    p      = a.p;
-    const asked     ask    = {p, nullptr, words};
-    const int32_t * of_row = words + p.ask.size();
-    const uint32_t  head = blockIdx.y / a.n_tile, first = (blockIdx.y - head * a.n_tile) * COLS;
-    const uint32_t  n_head = min(COLS, a.share - first), n_row = a.n_row, row = tokens + blockIdx.z * n_row;
+    const asked         ask    = {a.p, nullptr, words};
+    const int32_t *     of_row = words + a.p.ask.size();
+    const attend_pass   pass(a, tokens, n);
+    const prepared_pass prepared(a, pass, tokens);
     // a multiprocessor has the same blocks of several heads: their parts are shifted, so that it attends to codes and to the
     // pool
     const uint32_t      part = (blockIdx.x + blockIdx.y * (gridDim.x * 5 / 8)) % gridDim.x;
     const attend_places at(a, blockDim.x / 32);
-    auto &              m      = shared<attend_memory>();
-    const auto          seq_of = [&](uint32_t i) {
-        return row + i < tokens + n && i < n_row ? of_row[(row + i) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ] : -1;
-    };
+    auto &              m = shared<attend_memory>();
 #pragma unroll 1
-    for (uint32_t i = 0; i < n_row;) { // rows of one sequence at a time
-        const int32_t  seq  = seq_of(i);
-        const uint32_t from = i;
-        for (++i; i < n_row && seq_of(i) == seq;) {
+    for (uint32_t i = 0; i < pass.n_row;) { // rows of one sequence at a time
+        const int32_t seq = pass.seq_of(of_row, i);
+        attend_task   task(pass);
+        task.from = i * pass.share;
+        for (++i; i < pass.n_row && pass.seq_of(of_row, i) == seq;) {
             ++i;
         }
         if (seq < 0) { continue; }
-        const int32_t *   its   = ask.blocks(seq) - A::LEN_SEQ;
-        const uint32_t    n_far = a.n_far(its, gridDim.x);
-        const attend_task task  = {head, head * a.share + first, n_head, row, from * n_head, i * n_head, part, gridDim.x,
-                 n_far, (uint32_t) seq, (uint32_t) its[A::N_UNIT], (uint32_t) its[A::N_FILL], (uint32_t) its[A::N_COMMON]};
-        const bool        far   = task.part < n_far;
+        const int32_t * its = ask.blocks(seq) - A::LEN_SEQ;
+        task.end            = i * pass.share;
+        task.seq            = seq;
+        task.part           = part;
+        task.n_part         = gridDim.x;
+        task.n_far          = a.n_far(its, gridDim.x);
+        task.n_unit         = its[A::N_UNIT];
+        task.n_fill         = its[A::N_FILL];
+        task.n_common       = its[A::N_COMMON];
+        const bool far      = task.part < task.n_far;
 
         far_sums sums;
         uint32_t segment = ~0u;
         __syncthreads();
         if (threadIdx.x < 2 && far) { m.codes[threadIdx.x] = a.codes[threadIdx.x][seq]; }
+        for (uint32_t kind = threadIdx.x / 32; kind < 2 && !far; kind += at.n_warp) {
+            describe_rows(a, at, task.head, kind, m.rows[kind]);
+        }
         for (uint32_t k = threadIdx.x; (far || a.whole) && k < at.n_warp * COLS / 4 * at.n_value; k += blockDim.x) {
             values_of(at, 0)[k] = {};
         }
+        __syncthreads();
         if (far) {
             const far_range range(at, task);
             segment = range.segment;
-            read_queries(a, at, task, q);
-            read_taken(p, ask, task, &shared<uint32_t>(at.taken));
-            range.begin(a, task, m);
-#pragma unroll 1
-            for (uint32_t j = threadIdx.x / 32; j < COLS; j += at.n_warp) {
-                prepare_query<BITS_K>(a, at, task, j, m);
-            }
-            __syncthreads();
-            attend_far<BITS_K, BITS_V>(a, at, task, of_row, range, m, sums);
+            attend_far<BITS_K, BITS_V>(a, at, task, of_row, range, prepared, m, sums);
         } else {
-            for (uint32_t kind = threadIdx.x / 32; kind < 2; kind += at.n_warp) {
-                describe_rows(a, at, task.head, kind, m.rows[kind]);
-            }
-            plain_queries(a, task, q, &shared<uint2>(at.queries));
-            attend_pool(a, at, ask, task, of_row, m, sums);
+            attend_pool(a, at, ask, task, of_row, prepared, m, sums);
         }
+        ggml_cuda_pdl_lc(); // blocks of kvf_mix begin
         keep_sums(sums, m);
         sum_up(a, at, task, tokens, of_row, m);
         if (far || a.whole) { put_values<BITS_V>(a, at, task, segment, m); }
     }
+    ggml_cuda_pdl_sync(); // of rows that have nothing outside, too: who waits for this kernel does not wait for kvf_prepare
 }
 
 //
@@ -268,15 +237,18 @@ static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kv
     const asked    ask = {p, nullptr, words};
     const int32_t  seq = words[p.ask.size() + row * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ];
     const mix_places at(a, n_part);
-    if (seq < 0) { return; }
+    if (seq < 0) { return ggml_cuda_pdl_sync(); }
 
     const float *  parts = a.parts + ((uint64_t) blockIdx.y * p.n_head + head) * n_part * a.part_size();
     const uint32_t n_far = a.n_far(ask.blocks(seq) - kvf_gpu_ask::LEN_SEQ, n_part), n = a.whole ? n_part : n_far;
     const uint32_t group = at.n_group > 1 ? tid / at.n_value : 0, each = at.n_group;
+    const float *  factors_back = a.codes[1][seq].factors + kv_head * c.d;
+    const float    back         = tid < c.d ? factors_back[tid] : 0; // what was there before kvf_prepare
     float2 &       total   = shared<float2>();
     float * const  factors = &shared<float>(at.factors);
     float * const  sums    = &shared<float>(at.sums);
-    mix_read       first(parts + 2 + tid % at.n_value, a.part_size(), group, each, group < each ? n : 0);
+    ggml_cuda_pdl_sync();
+    mix_read first(parts + 2 + tid % at.n_value, a.part_size(), group, each, group < each ? n : 0);
     if (tid < 32) { mix_factors(a, parts, n_part, n_far, sinks, head, factors, total); }
     __syncthreads();
     const float far = total.x, all = total.x + total.y;
@@ -298,10 +270,9 @@ static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kv
     float * const x = &shared<float>(at.values);
     if (tid < 32) { hadamard_powers(x, c.d); }
     __syncthreads();
-    const float * factors_back = a.codes[1][seq].factors + kv_head * c.d;
 #pragma unroll 1
     for (uint32_t e = tid; e < c.d; e += MIX) {
-        x[e] *= factors_back[e];
+        x[e] *= e == tid ? back : factors_back[e];
     }
     if (c.n_rot) { hadamard(x, c.width, 1, c.d / c.n_rot, c.n_rot); }
     __syncthreads();
@@ -387,10 +358,15 @@ static cudaStream_t forked(ggml_backend_cuda_context & ctx, const kvf_events & i
 
 static void attend(const kvf_gpu_attend & a, const ggml_tensor * q, const ggml_tensor * words, uint32_t first,
         uint32_t n_token, cudaStream_t stream) {
-    const dim3 grid(a.n_part(q->ne[2]), a.p.n_head_kv * a.n_tile, (n_token + a.n_row - 1) / a.n_row);
+    dim3         grid(std::min(a.n_segment(), SEGMENTS) + 1, a.p.n_head_kv * a.n_tile, (n_token + a.n_row - 1) / a.n_row);
+    const auto * its    = (const int32_t *) words->data;
+    const size_t memory = std::max(2 * COLS * a.coding[0].width * sizeof(float), a.n_word() * sizeof(uint32_t));
+    launch(a.coding[0].n_bit == 4 ? kvf_prepare<4> : kvf_prepare<2>, grid, dim3(PREPARE), memory, stream, false, a, queries(q),
+            its, first, n_token);
+
+    grid.x            = a.n_part(q->ne[2]);
     const auto kernel = a.coding[0].n_bit == 4 ? attend_of<4>(a.coding[1].n_bit) : attend_of<2>(a.coding[1].n_bit);
-    launch(kernel, grid, dim3(32 * a.n_warp), attend_places(a, a.n_warp).end, stream, false, a, queries(q),
-            (const int32_t *) words->data, first, n_token);
+    launch_early(kernel, grid, dim3(32 * a.n_warp), attend_places(a, a.n_warp).end, stream, a, its, first, n_token);
 }
 
 // before what a layer does on the backend's stream: both have the same scratch
@@ -428,7 +404,7 @@ void kvf_mix_node(ggml_tensor * dst, void * on) {
     for (uint32_t first = 0; first < n_token; first += kvf_gpu_attend::MOST_TOKEN) {
         const uint32_t n = std::min(kvf_gpu_attend::MOST_TOKEN, n_token - first);
         if (many) { attend(a, q, words, first, n, ctx.stream()); }
-        launch(kernel, dim3(a.p.n_head, n), dim3(MIX), mix_places(a, n_part).end, ctx.stream(), false, a, out,
+        launch_early(kernel, dim3(a.p.n_head, n), dim3(MIX), mix_places(a, n_part).end, ctx.stream(), a, out,
                 sinks ? (const float *) sinks->data : nullptr, (const int32_t *) words->data, first, n_part,
                 (uint32_t) dst->ne[0]);
     }

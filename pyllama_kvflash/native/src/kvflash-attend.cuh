@@ -1,7 +1,7 @@
 #pragma once
 
-// what attention by codes begins with: products of bytes on tensor cores, and queries as such bytes. Lane 4*g + t has what
-// row g and columns 2*t, 2*t + 1 of a product have
+// what attention by codes begins with: products on tensor cores, of which lane 4*g + t has row g and columns 2*t, 2*t + 1;
+// and what a block does and knows
 
 #include "kvflash-choose.cuh"
 #include "kvflash-coded.cuh"
@@ -42,6 +42,16 @@ static __device__ uint2 read_scales(const uint16_t * at) {
 #else
     return *(const uint2 *) at;
 #endif
+}
+
+// have some bytes come to the cache of the device, by a warp
+static __device__ void fetch_early(const void * at, uint32_t size) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x % 32 * 128; i < size; i += 32 * 128) {
+#ifdef __CUDA_ARCH__
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *) at + i));
+#endif
+    }
 }
 
 // bytes, which are aligned. They are there after landed()
@@ -142,16 +152,60 @@ static __device__ uint32_t halves(float a, float b) {
     return res;
 }
 
-// what a product's columns are: queries of one head of keys, of rows that belong to one sequence. share: columns of a row
-struct attend_task {
-    uint32_t head, first, share; // of its queries' heads, the first one; how many are in a row
-    uint32_t row, from, end;     // the row of column 0; columns that count
-    uint32_t part, n_part, n_far;
-    uint32_t seq, n_unit, n_fill, n_common;
+// the queries of a pass, and the tokens that they belong to
+struct attend_pass {
+    uint32_t head, first, share; // of its queries' heads, the first one; how many are of a token
+    uint32_t row, n_row;         // tokens, of which the first one has column 0
+    uint32_t index;
+
+    // of a block. grid: parts; passes of a token; tokens
+    __device__ attend_pass(const kvf_gpu_attend & a, uint32_t tokens, uint32_t n) {
+        head                = blockIdx.y / a.n_tile;
+        const uint32_t tile = (blockIdx.y - head * a.n_tile) * COLS;
+        first               = head * a.share + tile;
+        share               = min(COLS, a.share - tile);
+        row                 = tokens + blockIdx.z * a.n_row;
+        n_row               = min(a.n_row, tokens + n - row);
+        index               = blockIdx.z * gridDim.y + blockIdx.y;
+    }
 
     __device__ uint32_t row_of(uint32_t column) const { return row + column / share; }
     __device__ uint32_t head_of(uint32_t column) const { return first + column % share; }
-    __device__ bool     has(uint32_t column) const { return column >= from && column < end; }
+
+    // -1: nothing is outside the pool, or there is no such token. words: of tokens
+    __device__ int32_t seq_of(const int32_t * words, uint32_t i) const {
+        return i < n_row ? words[(row + i) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ] : -1;
+    }
+};
+
+// what a block does: the columns of tokens that belong to one sequence
+struct attend_task : attend_pass {
+    uint32_t from, end; // columns that count
+    uint32_t part, n_part, n_far;
+    uint32_t seq, n_unit, n_fill, n_common;
+
+    __device__ attend_task(const attend_pass & pass) : attend_pass(pass) {}
+
+    __device__ bool has(uint32_t column) const { return column >= from && column < end; }
+};
+
+// what kvf_prepare has of a pass
+struct prepared_pass {
+    uint2 *    words; // [step][column][4]
+    uint2 *    plain; // [16 values][column][4]
+    float *    unit;  // [column]: by which products are multiplied
+    float *    middle;
+    float *    base; // [segment][column]
+    uint32_t * taken; // of the pass's first token
+
+    __device__ prepared_pass(const kvf_gpu_attend & a, const attend_pass & pass, uint32_t tokens) {
+        words  = (uint2 *) (a.passes + (uint64_t) pass.index * a.pass_size());
+        plain  = words + a.n_step() * 32;
+        unit   = (float *) (plain + a.n_plain());
+        middle = unit + COLS;
+        base   = middle + COLS;
+        taken  = a.taken + (uint64_t) (pass.row - tokens) * a.n_word();
+    }
 };
 
 // a head's bytes of the rows of some cells: of keys, or of values
@@ -182,104 +236,23 @@ struct attend_memory {
 // what a block shares. Of codes and of the pool each has its own, in the same place
 struct attend_places {
     uint32_t n_warp, n_value, room[2]; // sums of a query; bytes from row to row of the pool: keys, values
-    size_t   values, taken, words, factors, rotated, weights;
+    size_t   values, words, weights;
     size_t   queries, rows, each, end; // of the pool: what a warp has, weights first
 
     KVF_BOTH attend_places(const kvf_gpu_attend & a, uint32_t n_warp) : n_warp(n_warp) {
-        const auto & k = a.coding[0];
-        n_value        = a.n_value();
-        room[0]        = a.rows[0].room;
-        room[1]        = a.p.v.n_run > 0 ? a.rows[1].room : 0;
-        values         = GGML_PAD(sizeof(attend_memory), 16);
-        taken          = values + n_warp * COLS * n_value * sizeof(float);
-        words          = taken + GGML_PAD((a.p.ask.n_unit + 31) / 32 * sizeof(uint32_t), 16);
-        factors        = words + n_step(k) * 32 * sizeof(uint2);
-        rotated        = factors + GGML_PAD(k.width, 16) * sizeof(float);
-        weights        = rotated + COLS * GGML_PAD(k.width, 16) * sizeof(float);
-        queries        = words;
-        rows           = queries + (k.d + 15) / 16 * 32 * sizeof(uint2);
-        each           = COLS * UNIT * sizeof(uint16_t) + UNIT * (room[0] + room[1]);
+        n_value = a.n_value();
+        room[0] = a.rows[0].room;
+        room[1] = a.p.v.n_run > 0 ? a.rows[1].room : 0;
+        values  = GGML_PAD(sizeof(attend_memory), 16);
+        words   = values + n_warp * COLS * n_value * sizeof(float);
+        weights = words + a.n_step() * 32 * sizeof(uint2);
+        queries = words;
+        rows    = queries + a.n_plain() * sizeof(uint2);
+        each    = COLS * UNIT * sizeof(uint16_t) + UNIT * (room[0] + room[1]);
 
         const size_t of_far = weights + n_warp * PAIRS * 32 * sizeof(uint4), of_pool = rows + n_warp * each;
         end = of_far > of_pool ? of_far : of_pool;
     }
 
     __device__ uint32_t room_of(bool values) const { return values ? room[1] : room[0]; } // registers are not indexed
-
-    // products of a position's key, of which a lane has STEPS at once
-    static KVF_BOTH uint32_t n_step(const kvf_gpu_coding & c) { return (c.width + 32 * STEPS - 1) / (32 * STEPS) * STEPS; }
 };
-
-static __device__ float query_of(const kvf_gpu_queries & q, uint32_t row, uint32_t head, uint32_t i) {
-    return ((const float *) (q.data + row * q.row + head * q.head))[i];
-}
-
-// queries as they are, and by what they are multiplied: on their way
-static __device__ void read_queries(
-        const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, const kvf_gpu_queries & q) {
-    const auto &  c       = a.coding[0];
-    const float * factors = a.codes[0][task.seq].factors + task.head * c.d;
-#pragma unroll 4
-    for (uint32_t i = threadIdx.x; i < (task.end - task.from) * c.width; i += blockDim.x) {
-        const uint32_t j = task.from + i / c.width, e = i % c.width;
-        (&shared<float>(at.rotated))[j * c.width + e] = e < c.d ? query_of(q, task.row_of(j), task.head_of(j), e) : 0;
-    }
-#pragma unroll 1
-    for (uint32_t e = threadIdx.x; e < c.d; e += blockDim.x) {
-        (&shared<float>(at.factors))[e] = factors[e];
-    }
-}
-
-// A query rotated, as bytes, by a warp. words: [step][query][t][2]. one that does not count is nothing
-template <uint32_t N_BIT>
-static __device__ void prepare_query(
-        const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t j, attend_memory & m) {
-    constexpr uint32_t EACH = 4 / N_BIT; // products with the same words
-
-    const auto &   c       = a.coding[0];
-    const float *  factors = &shared<float>(at.factors);
-    const uint32_t lane    = threadIdx.x % 32;
-    float * const  x       = &shared<float>(at.rotated) + j * c.width;
-    uint32_t *     words   = &shared<uint32_t>(at.words) + j * 8;
-    if (!task.has(j)) {
-#pragma unroll 1
-        for (uint32_t i = lane; i < at.n_step(c) * 8; i += 32) {
-            words[i / 8 * COLS * 8 + i % 8] = 0;
-        }
-        if (lane == 0) { m.unit[j] = m.middle[j] = 0; }
-        return;
-    }
-    if (c.n_rot) { hadamard_equal(x, c.d / c.n_rot, c.n_rot); }
-#pragma unroll 4
-    for (uint32_t e = lane; e < c.d; e += 32) {
-        x[e] *= factors[e];
-    }
-    hadamard_powers(x, c.d);
-
-    __syncwarp();
-    float largest = 0, sum = 0;
-#pragma unroll 4
-    for (uint32_t e = lane; e < c.width; e += 32) {
-        largest = fmaxf(largest, fabsf(x[e]));
-    }
-    largest            = over_lanes(largest, most);
-    const float factor = largest > 0 ? MOST_BYTE / largest : 0;
-    __syncwarp();
-#pragma unroll 1
-    for (uint32_t i = lane; i < at.n_step(c) * 8; i += 32) {
-        const uint32_t step = i / 8, first = ((step / EACH * 4 + i % 8 / 2) * EACH + step % EACH) * 8 + i % 2 * 4;
-        uint32_t       word = 0;
-#pragma unroll
-        for (uint32_t b = 0; b < 4 && first < c.width; ++b) {
-            const int one = __float2int_rn(x[first + b] * factor);
-            word |= (uint32_t) (one & 255) << 8 * b;
-            sum += one;
-        }
-        words[step * COLS * 8 + i % 8] = word;
-    }
-    sum = over_lanes(sum, add<float>);
-    if (lane == 0) { // logits are of base 2
-        m.unit[j]   = largest / MOST_BYTE * (LOG2E * a.p.scale);
-        m.middle[j] = middle_of<N_BIT>() * sum;
-    }
-}

@@ -114,7 +114,8 @@ static void put_codes(kvf_codes & codes, uint32_t n_chunk, uint32_t first, uint3
             }
         }
     }
-    codes.begin(segments, spreads);
+    if (spreads && !segments.empty() && segments[0].segment == 0) { codes.spread_over(segments); }
+    codes.begin(segments);
     for (uint32_t c = 0; c < n; ++c) {
         rows(c, room.data());
         codes.put((first + c) * n_chunk, room.data(), n_chunk);

@@ -145,9 +145,9 @@ static std::vector<float> spread_of(const std::vector<kvf_codes::moments> & segm
     return res;
 }
 
-void kvf_codes::begin(const std::vector<moments> & segments, bool spreads) {
-    if (spreads && !segments.empty() && segments[0].segment == 0) { spread = spread_of(segments, n_head, d); }
+void kvf_codes::spread_over(const std::vector<moments> & segments) { spread = spread_of(segments, n_head, d); }
 
+void kvf_codes::begin(const std::vector<moments> & segments) {
     const size_t each = (size_t) n_head * width;
     kvf_lanes    x(width);
     for (const auto & s : segments) {
@@ -275,14 +275,17 @@ void kvf_codes::reserve(uint32_t n) {
     codes.reserve(n_unit * unit_bytes());
 }
 
-std::array<std::pair<char *, size_t>, 2> kvf_codes::memory(uint32_t n) {
-    const uint32_t n_unit = (n + UNIT - 1) / UNIT; // not 0
+std::array<std::pair<char *, size_t>, 3> kvf_codes::memory(uint32_t n) {
+    const uint32_t n_unit = (n + UNIT - 1) / UNIT, n_segment = (n + SEGMENT - 1) / SEGMENT; // not 0
     grow(n_unit);
+    means.resize((size_t) n_segment * n_head * width);
     const size_t n_slot = slot(n_unit - 1, n_head - 1) / TILE * TILE + TILE;
-    return {{{(char *) codes.data(), n_slot * unit_bytes()}, {(char *) scales.data(), n_slot * UNIT * sizeof(uint16_t)}}};
+    return {{{(char *) codes.data(), n_slot * unit_bytes()}, {(char *) scales.data(), n_slot * UNIT * sizeof(uint16_t)},
+            {(char *) means.data(), n_segment * mean_size()}}};
 }
 
 void kvf_codes::drop() {
     kvf_aligned<uint8_t>().swap(codes);
     kvf_aligned<uint16_t>().swap(scales);
+    kvf_aligned<float>().swap(means);
 }

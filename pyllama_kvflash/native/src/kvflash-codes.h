@@ -49,9 +49,10 @@ struct kvf_codes {
 
     // of none so far
     moments moments_of(uint32_t segment) const;
-    // begin segments, in their order. those without sums have the mean of the segment before. spreads: if the first one is
-    // among them, set what rows are divided by
-    void begin(const std::vector<moments> & segments, bool spreads);
+    // what rows are divided by, of keys: by the sums of all segments that are known when the first one begins
+    void spread_over(const std::vector<moments> & segments);
+    // begin segments, in their order. those without sums have the mean of the segment before
+    void begin(const std::vector<moments> & segments);
 
     // bytes of what rows are divided by, of a segment's means, and of a unit: scales and codes
     size_t spread_size() const { return n_head * d * sizeof(float); }
@@ -67,8 +68,9 @@ struct kvf_codes {
     void set_unit(uint32_t unit, const char * src);
     // memory for n positions, so that it need not grow
     void reserve(uint32_t n);
-    // the codes and scales of the first n positions as they lie, whole tiles of them; and none of them, where a GPU has them
-    std::array<std::pair<char *, size_t>, 2> memory(uint32_t n);
+    // the codes, scales and means of the first n positions as they lie, whole tiles of them; and none of them, where a GPU
+    // has them
+    std::array<std::pair<char *, size_t>, 3> memory(uint32_t n);
     void                                     drop();
 
     const uint8_t *  unit(uint32_t u, uint32_t head) const { return codes.data() + slot(u, head) * unit_bytes(); }

@@ -75,6 +75,28 @@ static __global__ void __launch_bounds__(AT) kvf_sum_rows(const kvf_gpu_coder * 
     }
 }
 
+// divided, as rotated. n rows have the sums; 0: the means are those of the segment before. grid: heads; coders
+static __global__ void __launch_bounds__(AT) kvf_means(const kvf_gpu_coder * coders, uint32_t seq, uint32_t segment,
+        const double * from, uint32_t n_value, uint32_t n) {
+    const kvf_gpu_coder & c    = coders[blockIdx.y];
+    const auto &          k    = c.coding;
+    const uint32_t        head = blockIdx.x;
+    if (head >= k.n_head) { return; }
+
+    const kvf_gpu_codes to   = c.codes[seq];
+    const double *      sums = from + ((uint64_t) blockIdx.y * n_value + head * k.d) * 2;
+    float * const       x    = &shared<float>();
+    for (uint32_t e = threadIdx.x; e < k.width; e += AT) {
+        const bool is = e < k.d && n > 0;
+        x[e] = is ? __fmul_rn((float) (sums[2 * e] / n), __fdiv_rn(1, to.factors[head * k.d + e])) : 0;
+    }
+    hadamard_blocks(x, k.d, stride_of(k), 1);
+    float * const mean = to.means + ((uint64_t) segment * k.n_head + head) * k.width;
+    for (uint32_t e = threadIdx.x; e < k.width; e += AT) {
+        mean[e] = n > 0 || segment == 0 ? x[e] : mean[(int64_t) e - (int64_t) k.n_head * k.width];
+    }
+}
+
 static __device__ uint32_t code_of(const kvf_gpu_coder & c, float y) {
     const uint32_t above = fminf(fabsf(y), c.n_half - 1);
     return y < 0 ? c.n_half - 1 - above : c.n_half + above;
@@ -138,6 +160,11 @@ static __global__ void __launch_bounds__(AT)
 void kvf_sum_rows_of(const kvf_gpu_coders & c, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
         uint32_t n_value, cudaStream_t stream) {
     launch(kvf_sum_rows, dim3(c.n_head, c.n), dim3(AT), c.memory, stream, false, c.at, from, some, dst, n_value);
+}
+
+void kvf_make_means_of(const kvf_gpu_coders & c, uint32_t seq, uint32_t segment, const double * sums, uint32_t n_value,
+        uint32_t n, cudaStream_t stream) {
+    launch(kvf_means, dim3(c.n_head, c.n), dim3(AT), c.memory, stream, false, c.at, seq, segment, sums, n_value, n);
 }
 
 void kvf_encode_rows_of(

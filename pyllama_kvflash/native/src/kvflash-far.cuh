@@ -16,16 +16,6 @@ struct far_sums {
 
 static constexpr uint32_t PAIR = 2 * UNIT; // positions
 
-// have some bytes come to the cache of the device, by a warp
-static __device__ void fetch_early(const void * at, uint32_t size) {
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x % 32 * 128; i < size; i += 32 * 128) {
-#ifdef __CUDA_ARCH__
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *) at + i));
-#endif
-    }
-}
-
 // of n pairs
 static __device__ void fetch_early(
         const kvf_gpu_coding & c, const kvf_gpu_codes & of, uint32_t pair, uint32_t n, uint32_t head) {
@@ -47,14 +37,6 @@ struct far_range {
         segment          = (n_pair * ((task.part + 1) * at.n_warp) / n - 1) * PAIR / SEGMENT;
     }
 
-    // what the first piece needs
-    __device__ void begin(const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m) const {
-        if (first == last) { return; }
-        fetch_early(a.coding[0], m.codes[0], first, n(first), task.head);
-        fetch_early(a.coding[1], m.codes[1], first, n(first), task.head);
-        fetch_early(mean_of(a.coding[0], m.codes[0], first * 2, task.head), a.coding[0].width * sizeof(float));
-    }
-
     // pairs of a piece: PAIRS, or those up to the last one, or to the end of a word of `taken` (and so of a tile)
     __device__ uint32_t n(uint32_t i) const { return min(min(PAIRS, last - i), 16 - i % 16); }
 };
@@ -62,8 +44,10 @@ struct far_range {
 // the first position in a unit whose keys a lane has: rows g and g + 1 are eight apart
 static __device__ uint32_t pos_of(uint32_t g) { return g % 2 * 8 + g / 2 % 2 * 4; }
 
-// of a pair of units, on its way: words of its first products, and scales of the lane's positions, of keys and of values
+// of a pair of units, on its way: words of its next products, and scales of the lane's positions, of keys and of values
 template <uint32_t N_BIT> struct next_pair {
+    static constexpr uint32_t TAKE = STEPS * N_BIT * UNIT * 4; // bytes of a unit
+
     const uint8_t *  from;
     const uint16_t * of_k;
     const uint16_t * of_v;
@@ -76,27 +60,42 @@ template <uint32_t N_BIT> struct next_pair {
         from = m.codes[0].codes + slot * unit_bytes(a.coding[0]) + (pos_of(g) + t * UNIT) * 4;
         of_k = m.codes[0].scales + slot * UNIT + pos_of(g);
         of_v = m.codes[1].scales + slot * UNIT + pos_of(g);
-        read();
-    }
-    // the pair after this one, of which all products are on their way. pairs of a tile are next to each other
-    __device__ void go_on(const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m, uint32_t pair) {
-        if (pair % (CODE_TILE / 2) == 0) { return begin(a, task, m, pair); }
-        from += 2 * unit_bytes(a.coding[0]) - (attend_places::n_step(a.coding[0]) - STEPS) * N_BIT * UNIT * 4;
-        of_k += PAIR;
-        of_v += PAIR;
-        read();
-    }
-    // more products of the same pair. words past a row meet queries of nothing
-    __device__ void go_on() {
-        from += STEPS * N_BIT * UNIT * 4;
         words.read(from);
+        read_scales();
+    }
+
+    // all products of a pair. ends: it is the warp's last one, and its words are read again in place of the next one's: they
+    // are there. words past a row meet queries of nothing
+    __device__ void add(
+            const kvf_gpu_attend & a, uint32_t pair, bool ends, const uint2 * queries, int (&one)[4], int (&two)[4]) {
+        const uint32_t n_step = a.n_step(), size = unit_bytes(a.coding[0]);
+        const uint32_t next   = ends ? 0 : 2 * size + past_tile(a, pair) * size - (n_step - STEPS) / STEPS * TAKE;
+        uint32_t       step   = 0;
+#pragma unroll 1
+        do {
+            step += STEPS;
+            from += step < n_step ? TAKE : next;
+            words.add(queries, from, one, two);
+            queries += STEPS * 32;
+        } while (step < n_step);
+    }
+    // once those of this pair are not needed any more
+    __device__ void next_scales(const kvf_gpu_attend & a, uint32_t pair, bool ends) {
+        const uint32_t further = ends ? 0 : PAIR + past_tile(a, pair) * UNIT;
+        of_k += further;
+        of_v += further;
+        read_scales();
     }
 
 private:
-    __device__ void read() {
-        words.read(from);
-        k = read_scales(of_k);
-        v = read_scales(of_v);
+    // units of other heads that lie before the next pair: those of a tile are next to each other
+    static __device__ uint32_t past_tile(const kvf_gpu_attend & a, uint32_t pair) {
+        return (pair + 1) % (CODE_TILE / 2) ? 0 : (a.coding[0].n_head - 1) * CODE_TILE;
+    }
+
+    __device__ void read_scales() {
+        k = ::read_scales(of_k);
+        v = ::read_scales(of_v);
     }
 };
 
@@ -143,34 +142,14 @@ static __device__ void add_mean(const kvf_gpu_attend & a, const attend_places & 
     its.about[0] = its.about[1] = 0;
 }
 
-static __device__ void begin_segment(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
-        const attend_memory & m, uint32_t segment, far_sums & its) {
-    const auto &   c       = a.coding[0];
-    const float *  mean    = mean_of(c, m.codes[0], segment * (SEGMENT / UNIT), task.head);
-    const float *  queries = &shared<float>(at.rotated);
-    const uint32_t lane    = threadIdx.x % 32;
-    its.segment            = segment;
-    float base[COLS]       = {};
-#pragma unroll 1
-    for (uint32_t first = lane; first < c.width; first += 128) {
-        float x[4];
+// the products of the lane's queries with its mean
+static __device__ void begin_segment(
+        const attend_task & task, const prepared_pass & pass, uint32_t segment, far_sums & its) {
+    const uint32_t q = threadIdx.x % 4 * 2;
+    its.segment      = segment;
 #pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-            x[i] = first + i * 32 < c.width ? mean[first + i * 32] : 0;
-        }
-#pragma unroll
-        for (uint32_t j = 0; j < COLS; ++j) {
-#pragma unroll
-            for (uint32_t i = 0; i < 4 && task.has(j); ++i) {
-                if (first + i * 32 < c.width) { base[j] += x[i] * queries[j * c.width + first + i * 32]; }
-            }
-        }
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < COLS; ++j) {
-        if (!task.has(j)) { continue; }
-        const float sum = over_lanes(base[j], add<float>) * (LOG2E * a.p.scale);
-        if (lane % 4 == j / 2) { its.base[j % 2] = sum; }
+    for (uint32_t j = 0; j < 2; ++j) {
+        its.base[j] = task.has(q + j) ? pass.base[segment * COLS + q + j] : 0;
     }
 }
 
@@ -211,16 +190,16 @@ static __device__ void raise_top(
 
 // Products of keys of n pairs of units with queries become weights of values, as halves: those times `unit` and the values'
 // scales. Of positions in the pool there are none. [pair][lane]: of query g, positions 4*(t%2) + i and 8 more of unit t/2 in
-// the i-th word. A lane has logits of four positions of unit g/4 and of two queries. shares: where those of the lane's
-// queries go, by unit
+// the i-th word. A lane has logits of four positions of unit g/4 and of two queries. taken: bits of 32 units. shares: where
+// those of the lane's queries go, by unit
 template <uint32_t N_BIT>
 static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
-        uint32_t n, float * const (&shares)[2], const attend_memory & m, float unit, uint32_t last,
+        uint32_t n, uint32_t taken, float * const (&shares)[2], const attend_memory & m, float unit, uint32_t last,
         next_pair<N_BIT> & next, uint4 * weights, far_sums & its, piece_sums & piece) {
     constexpr float    ZERO = 12582912; // 1.5*2^23, after which an int and a float have the same bits
     constexpr uint32_t ONE  = 0x3c003c00;
 
-    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, n_step = attend_places::n_step(a.coding[0]);
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const float    cap           = LOG2E * a.p.cap;
     const float    per_product[] = {m.unit[2 * t], m.unit[2 * t + 1]}, middle[] = {m.middle[2 * t], m.middle[2 * t + 1]};
     const int      zero          = __float_as_int(ZERO);
@@ -229,21 +208,12 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
     float * const  share         = second ? shares[1] : shares[0];
     const uint32_t u_end         = u + 2 * n;
     uint4 * const  begin         = weights;
-    uint32_t       taken         = shared<uint32_t>(at.taken + u / 32 * sizeof(uint32_t)) >> (u % 32 + g / 4);
+    taken >>= u % 32 + g / 4;
 #pragma unroll 1
     for (; u < u_end; u += 2, taken >>= 2, weights += 32) {
-        const uint2 of_keys = next.k, of_values = next.v;
+        const bool ends = u / 2 + 1 == last;
         int one[4] = {zero, zero, zero, zero}, two[4] = {zero, zero, zero, zero};
-#pragma unroll 1
-        for (uint32_t step = 0; step < n_step; step += STEPS) {
-            const key_words<N_BIT> words = next.words;
-            if (step + STEPS < n_step) {
-                next.go_on();
-            } else if (u / 2 + 1 < last) {
-                next.go_on(a, task, m, u / 2 + 1);
-            }
-            words.add(queries + step * 32, one, two);
-        }
+        next.add(a, u / 2, ends, queries, one, two);
         const bool  is = u + g / 4 < task.n_unit, open = is && !(taken & 1);
         const bool  first = its.top[0] == NOWHERE;
         const float top[] = {first ? 0 : its.top[0], first ? 0 : its.top[1]};
@@ -251,7 +221,7 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
         float       y[4][2], now[2] = {NOWHERE, NOWHERE}; // relative to the top
 #pragma unroll
         for (uint32_t e = 0; e < 4; ++e) {
-            const float scale = half_of(e < 2 ? of_keys.x : of_keys.y, e % 2);
+            const float scale = half_of(e < 2 ? next.k.x : next.k.y, e % 2);
 #pragma unroll
             for (uint32_t j = 0; j < 2; ++j) {
                 const int   x       = e == 0 ? one[j] : e == 1 ? one[2 + j] : e == 2 ? two[j] : two[2 + j];
@@ -304,9 +274,10 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
         uint32_t w[4];
 #pragma unroll
         for (uint32_t e = 0; e < 4; ++e) {
-            const float by = open ? half_of(e < 2 ? of_values.x : of_values.y, e % 2) * unit : 0;
+            const float by = open ? half_of(e < 2 ? next.v.x : next.v.y, e % 2) * unit : 0;
             w[e]           = turned(halves(y[e][0] * by, y[e][1] * by));
         }
+        next.next_scales(a, u / 2, ends);
         *weights = {w[0], w[1], w[2], w[3]};
         multiply(piece.total, ONE, ONE, ONE, ONE, uint2{w[0], w[1]});
         multiply(piece.total, ONE, ONE, ONE, ONE, uint2{w[2], w[3]});
@@ -317,17 +288,17 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
 // the segment's mean. four: the values' scales
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t i,
-        uint32_t n, float * const (&shares)[2], const attend_memory & m, const uint2 & four, uint32_t last,
+        uint32_t n, uint32_t taken, float * const (&shares)[2], const attend_memory & m, const uint2 & four, uint32_t last,
         next_pair<BITS_K> & next, far_sums & its) {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint4 * const  weights = &shared<uint4>(at.weights) + warp * PAIRS * 32 + lane;
     const float    scale   = over_lanes(
             fmaxf(fmaxf(half_of(four.x, 0), half_of(four.x, 1)), fmaxf(half_of(four.y, 0), half_of(four.y, 1))), most);
     piece_sums         piece;
-    piece_weights<BITS_K>(
-            a, at, task, i * 2, n, shares, m, scale > 0 ? 1 / scale : 0, last, next, weights, its, piece);
     value_sums<BITS_V> all(
             a, m.codes[1].codes + slot_of(a.coding[1], i * 2, task.head) * unit_bytes(a.coding[1]));
+    piece_weights<BITS_K>(
+            a, at, task, i * 2, n, taken, shares, m, scale > 0 ? 1 / scale : 0, last, next, weights, its, piece);
     bool little = true;
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j) {
@@ -354,7 +325,7 @@ static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_place
 #pragma unroll 1
         for (uint32_t pair = 0; pair < n; ++pair) {
             const bool ends = pair + 1 == n;
-            all.add(group, weights[pair * 32], !ends || group + 1 < n_group, group + ends, ends ? 0 : pair + 1, sums);
+            all.add(group, weights[pair * 32], !ends ? 2 * all.size : group + 1 < n_group ? all.back(group, n) : 0, sums);
         }
 #pragma unroll
         for (uint32_t k = 0; k < 4; ++k, values += 32) {
@@ -370,11 +341,26 @@ static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_place
     }
 }
 
-// a warp's part of the positions outside the pool
+// what a block has of a pass: nothing of columns that do not count
+static __device__ void read_pass(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
+        const prepared_pass & pass, attend_memory & m) {
+    for (uint32_t i = threadIdx.x; i < a.n_step() * 32; i += blockDim.x) {
+        (&shared<uint2>(at.words))[i] = task.has(i % 32 / 4) ? pass.words[i] : uint2{0, 0};
+    }
+    if (threadIdx.x < COLS) {
+        const uint32_t q = threadIdx.x;
+        m.unit[q]        = task.has(q) ? pass.unit[q] : 0;
+        m.middle[q]      = task.has(q) ? pass.middle[q] : 0;
+    }
+    __syncthreads();
+}
+
+// a warp's part of the positions outside the pool. what is read before ggml_cuda_pdl_sync() was there before kvf_prepare
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
-        const int32_t * tokens, const far_range & range, const attend_memory & m, far_sums & its) {
-    const uint32_t lane = threadIdx.x % 32;
+        const int32_t * tokens, const far_range & range, const prepared_pass & pass, attend_memory & m, far_sums & its) {
+    const uint32_t   lane  = threadIdx.x % 32;
+    const uint32_t * taken = pass.taken + (task.from / task.share) * a.n_word();
 
     float * shares[2] = {};
 #pragma unroll
@@ -386,10 +372,17 @@ static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places 
     }
     next_pair<BITS_K> next = {};
     uint2             four = {}; // of the next piece
-    if (range.first < range.last) {
+    uint32_t          bits = 0;
+    const bool        any  = range.first < range.last;
+    if (any) { // the first pair's come before what is needed later
         next.begin(a, task, m, range.first);
         four = piece_scales(a, task, m, range.first, range.n(range.first));
+        fetch_early(a.coding[0], m.codes[0], range.first, range.n(range.first), task.head);
+        fetch_early(a.coding[1], m.codes[1], range.first, range.n(range.first), task.head);
     }
+    ggml_cuda_pdl_sync();
+    read_pass(a, at, task, pass, m);
+    if (any) { bits = taken[range.first / 16]; }
 #pragma unroll 1
     for (uint32_t i = range.first, n = 0;; i += n) {
         // in the end all warps have the same segment
@@ -397,17 +390,19 @@ static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places 
         const uint32_t segment = is ? i * PAIR / SEGMENT : range.segment;
         if (segment != its.segment) {
             add_mean<BITS_V>(a, at, task, m, its);
-            if (is) { begin_segment(a, at, task, m, segment, its); }
+            if (is) { begin_segment(task, pass, segment, its); }
         }
         if (!is) { break; }
-        n                = range.n(i);
-        const uint2 mine = four;
+        n                         = range.n(i);
+        const uint2    mine       = four;
+        const uint32_t taken_here = bits;
         if (i + n < range.last) {
             const uint32_t n_next = range.n(i + n);
             fetch_early(a.coding[0], m.codes[0], i + n, n_next, task.head);
             if (!its.little) { fetch_early(a.coding[1], m.codes[1], i + n, n_next, task.head); }
             four = piece_scales(a, task, m, i + n, n_next);
+            bits = taken[(i + n) / 16];
         }
-        attend_piece<BITS_K, BITS_V>(a, at, task, i, n, shares, m, mine, range.last, next, its);
+        attend_piece<BITS_K, BITS_V>(a, at, task, i, n, taken_here, shares, m, mine, range.last, next, its);
     }
 }

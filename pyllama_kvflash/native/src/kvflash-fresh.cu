@@ -58,6 +58,11 @@ static void sum_rows(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from,
     kvf_sum_rows_of(coders, from, some, dst, n_value, stream_on(coders.at));
 }
 
+static void make_means(const kvf_gpu_coders & coders, uint32_t seq, uint32_t segment, const double * sums, uint32_t n_value,
+        uint32_t n) {
+    kvf_make_means_of(coders, seq, segment, sums, n_value, n, stream_on(coders.at));
+}
+
 static void encode_rows(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first) {
     kvf_encode_rows_of(coders, from, seq, first, stream_on(coders.at));
 }
@@ -102,7 +107,7 @@ void kvflash_launch(ggml_tensor * node, void * on) {
 
 const kvf_gpu * kvflash_gpu() {
     static const kvf_gpu res = {kvf_attend_node, kvf_mix_node, kvf_late_node, kvf_occupy_node, fits, kvf_attend_warps,
-            shared_size, make_events, forget_events, upload, download, pinned, sum_rows, encode_rows, kvf_coder_memory, fill,
-            fetch_units, wait};
+            shared_size, make_events, forget_events, upload, download, pinned, sum_rows, make_means, encode_rows,
+            kvf_coder_memory, fill, fetch_units, wait};
     return &res;
 }

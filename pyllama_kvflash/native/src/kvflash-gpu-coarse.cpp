@@ -35,15 +35,18 @@ struct gpu_coarse : kvf_gpu_chooser {
     };
 
     void lay_out();
+    void lay_out_passes();
     void lay_out_codes();
     void lay_out_coders();
     void lay_out_attends();
     void begin_segments(llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first);
-    void upload_means(llama_seq_id seq, uint32_t layer, uint32_t kind, uint32_t first, uint32_t n);
+    void begin_first(llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from,
+            const std::vector<kvf_gpu_sampled> & sampled);
+    void upload_factors(llama_seq_id seq, uint32_t layer);
 
     kvf_gpu_coders coders(uint32_t layer, uint32_t n_layer) const;
 
-    kvf_coarse_codes                codes; // means, and what rows are divided by: the device has the others
+    kvf_coarse_codes                codes; // what rows are divided by: the device has the others
     std::vector<std::vector<place>> at[2]; // of keys and of values: [layer][seq]
     kvf_gpu_memory                  coded;
     size_t                          at_coders = 0, at_sums = 0, at_chunks = 0;
@@ -72,10 +75,30 @@ gpu_coarse::gpu_coarse(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer
 
 // once it is known which layers are this one's
 void gpu_coarse::lay_out() {
-    if (!attends.empty()) { return; }
+    if (coded.buf) { return; }
+    lay_out_passes();
     lay_out_codes();
     lay_out_coders();
     lay_out_attends();
+}
+
+static kvf_gpu_coding coding_of(const kvf_codes & c) { return {c.n_head, c.d, c.width, c.n_bit, c.n_rot}; }
+
+// how each layer of the model attends
+void gpu_coarse::lay_out_passes() {
+    attends.clear(); // of a time when there was no memory
+    for (uint32_t il = 0; il < fresh.n_layer_model(); ++il) {
+        auto &        a = attends.emplace_back();
+        const int32_t i = fresh.layer_read_by(il);
+        if (i < 0 || !mine(i)) { continue; }
+        a.p      = layers[i];
+        a.share  = a.p.n_head / a.p.n_head_kv;
+        a.n_tile = (a.share + kvf_gpu_attend::COLUMNS - 1) / kvf_gpu_attend::COLUMNS;
+        a.n_row  = std::max(1u, kvf_gpu_attend::COLUMNS / a.share);
+        for (uint32_t kind = 0; kind < 2; ++kind) {
+            a.coding[kind] = coding_of(kind ? codes[0][i].values() : codes[0][i].keys());
+        }
+    }
 }
 
 // take the memory of codes of whole contexts
@@ -89,8 +112,9 @@ void gpu_coarse::lay_out_codes() {
             in.take(n_layer * n_seq * sizeof(kvf_gpu_codes)), in.take(n_layer * n_seq * sizeof(kvf_gpu_codes))};
     const size_t at_layers = in.take(n_layer * sizeof(kvf_gpu_layer));
     uint32_t     n_query = 0, width = 0;
+    size_t       passes = 0;
     for (uint32_t kind = 0; kind < 2; ++kind) {
-        at[kind].resize(n_layer);
+        at[kind].assign(n_layer, {});
         for (uint32_t i = 0; i < n_layer; ++i) {
             if (!mine(i)) { continue; }
             const auto & its = codes[0][i];
@@ -114,15 +138,24 @@ void gpu_coarse::lay_out_codes() {
     widest.coding[1].width = width;
     widest.coding[1].n_bit = 2;
 
-    at_coders             = in.take(n_layer * 2 * sizeof(kvf_gpu_coder));
-    at_sums               = in.take((size_t) n_layer * 2 * n_sum * 2 * sizeof(double));
-    at_chunks             = in.take((size_t) n_record * sizeof(void *));
-    const size_t at_parts = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * widest.part_size() * sizeof(float));
-    coded                 = kvf_gpu_memory(buft, in.end);
+    for (const auto & a : attends) {
+        if (a.share == 0) { continue; }
+        passes = std::max(passes, (size_t) a.n_pass(kvf_gpu_attend::MOST_TOKEN) * a.pass_size());
+    }
+    const uint32_t n_word = (layers[0].ask.n_unit + 31) / 32;
 
-    for (uint32_t i = 0; i < fresh.n_layer_model(); ++i) {
-        attends.push_back({});
-        attends.back().parts = (float *) coded.at(at_parts);
+    at_coders              = in.take(n_layer * 2 * sizeof(kvf_gpu_coder));
+    at_sums                = in.take((size_t) n_layer * 2 * n_sum * 2 * sizeof(double));
+    at_chunks              = in.take((size_t) n_record * sizeof(void *));
+    const size_t at_parts  = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * widest.part_size() * sizeof(float));
+    const size_t at_passes = in.take(passes);
+    const size_t at_taken  = in.take((size_t) kvf_gpu_attend::MOST_TOKEN * n_word * sizeof(uint32_t));
+    coded                  = kvf_gpu_memory(buft, in.end);
+
+    for (auto & a : attends) {
+        a.parts  = (float *) coded.at(at_parts);
+        a.passes = coded.at(at_passes);
+        a.taken  = (uint32_t *) coded.at(at_taken);
     }
     for (uint32_t kind = 0; kind < 2; ++kind) {
         std::vector<kvf_gpu_codes> of(n_layer * n_seq);
@@ -130,7 +163,7 @@ void gpu_coarse::lay_out_codes() {
             for (uint32_t seq = 0; seq < at[kind][i].size(); ++seq) {
                 const auto & p      = at[kind][i][seq];
                 of[i * n_seq + seq] = {(uint8_t *) coded.at(p.codes), (uint16_t *) coded.at(p.scales),
-                        (const float *) coded.at(p.means), (const float *) coded.at(p.factors)};
+                        (float *) coded.at(p.means), (const float *) coded.at(p.factors)};
             }
         }
         gpu.upload(coded.at(at_of[kind]), of.data(), of.size() * sizeof(of[0]));
@@ -141,8 +174,6 @@ void gpu_coarse::lay_out_codes() {
     gpu.upload(coded.at(at_layers), layers.data(), n_layer * sizeof(layers[0]));
     all.layers = (const kvf_gpu_layer *) coded.at(at_layers);
 }
-
-static kvf_gpu_coding coding_of(const kvf_codes & c) { return {c.n_head, c.d, c.width, c.n_bit, c.n_rot}; }
 
 // how codes are made, of keys and of values
 void gpu_coarse::lay_out_coders() {
@@ -202,15 +233,9 @@ void gpu_coarse::lay_out_attends() {
         const int32_t i = fresh.layer_read_by(il);
         if (i < 0 || !mine(i)) { continue; }
         auto & a = attends[il];
-        a.p      = layers[i];
-        a.share  = a.p.n_head / a.p.n_head_kv;
-        a.n_tile = (a.share + kvf_gpu_attend::COLUMNS - 1) / kvf_gpu_attend::COLUMNS;
-        a.n_row  = std::max(1u, kvf_gpu_attend::COLUMNS / a.share);
         events.emplace_back(gpu.events(coded.at()), gpu.forget);
         a.events = events.back().get();
         for (uint32_t kind = 0; kind < 2; ++kind) {
-            const auto & c = kind ? codes[0][i].values() : codes[0][i].keys();
-            a.coding[kind] = coding_of(c);
             a.codes[kind] += i * n_seq;
         }
         for (uint32_t kind = 0; kind < 2; ++kind) {
@@ -244,57 +269,64 @@ void gpu_coarse::put(
     gpu.encode_rows(coders(layer, n_layer), from, seq, first * (fresh.n_chunk / kvf_codes::UNIT));
 }
 
-// segments whose first chunk is among these
+// segments whose first chunk is among these. nothing of them comes to the host, but for what the first one says of all
 void gpu_coarse::begin_segments(
         llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first) {
     const auto sampled = kvf_sampled(from.n_chunk, first, from.n);
-    if (sampled.empty()) { return; }
-
-    std::vector<std::vector<kvf_codes::moments>> segments(n_layer * 2); // of keys and values of each layer
-    std::vector<double>                          sums(segments.size() * n_sum * 2);
+    const auto its     = coders(layer, n_layer);
+    auto *     sums    = (double *) coded.at(at_sums);
+    if (first == 0) { begin_first(seq, layer, n_layer, from, sampled); }
     for (const auto & some : sampled) {
         const uint32_t n = some.n(from.n_chunk);
-        if (n > 0) {
-            gpu.sum_rows(coders(layer, n_layer), from, some, (double *) coded.at(at_sums), n_sum);
-            gpu.download(sums.data(), coded.at(at_sums), sums.size() * sizeof(double));
-        }
-        for (uint32_t i = 0; i < segments.size(); ++i) {
-            const auto & its = codes[seq][layer + i / 2].all;
-            if (!mine(layer + i / 2) || i % 2 >= its.size()) { continue; }
-            auto & s = segments[i].emplace_back(its[i % 2].moments_of(some.segment));
-            s.n_sum  = n;
-            for (size_t j = 0; j < s.sum.size() && n > 0; ++j) {
-                s.sum[j]    = sums[((size_t) i * n_sum + j) * 2];
-                s.square[j] = sums[((size_t) i * n_sum + j) * 2 + 1];
-            }
-        }
-    }
-    for (uint32_t i = 0; i < segments.size(); ++i) {
-        if (segments[i].empty()) { continue; }
-        codes[seq][layer + i / 2].all[i % 2].begin(segments[i], i % 2 == 0);
-        upload_means(seq, layer + i / 2, i % 2, sampled[0].segment, sampled.size());
+        if (n > 0) { gpu.sum_rows(its, from, some, sums, n_sum); }
+        gpu.make_means(its, seq, some.segment, sums, n_sum, n);
     }
 }
 
-// what is the same for many positions
-void gpu_coarse::upload_means(llama_seq_id seq, uint32_t layer, uint32_t kind, uint32_t first, uint32_t n) {
-    const auto & from = codes[seq][layer].all[kind];
-    const auto & to   = at[kind][layer][seq];
-    if (first == 0) { // what rows are divided by is known from then on
-        std::vector<float> factors(from.spread_size() / sizeof(float));
-        from.get_factors(factors.data());
-        gpu.upload(coded.at(to.factors), factors.data(), from.spread_size());
+// what rows are divided by
+void gpu_coarse::begin_first(llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from,
+        const std::vector<kvf_gpu_sampled> & sampled) {
+    std::vector<std::vector<kvf_codes::moments>> segments(n_layer); // of keys
+    std::vector<double>                          sums((size_t) n_layer * 2 * n_sum * 2);
+    for (const auto & some : sampled) {
+        const uint32_t n = some.n(from.n_chunk);
+        if (n == 0) { continue; }
+        gpu.sum_rows(coders(layer, n_layer), from, some, (double *) coded.at(at_sums), n_sum);
+        gpu.download(sums.data(), coded.at(at_sums), sums.size() * sizeof(double));
+        for (uint32_t i = 0; i < n_layer; ++i) {
+            if (!mine(layer + i)) { continue; }
+            auto & s = segments[i].emplace_back(codes[seq][layer + i].keys().moments_of(some.segment));
+            s.n_sum  = n;
+            for (size_t j = 0; j < s.sum.size(); ++j) {
+                s.sum[j]    = sums[((size_t) i * 2 * n_sum + j) * 2];
+                s.square[j] = sums[((size_t) i * 2 * n_sum + j) * 2 + 1];
+            }
+        }
     }
-    gpu.upload(coded.at(to.means + first * from.mean_size()), from.mean(first, 0), n * from.mean_size());
+    for (uint32_t i = 0; i < n_layer; ++i) {
+        if (segments[i].empty()) { continue; }
+        codes[seq][layer + i].keys().spread_over(segments[i]);
+        upload_factors(seq, layer + i);
+    }
+}
+
+void gpu_coarse::upload_factors(llama_seq_id seq, uint32_t layer) {
+    const auto & its = codes[seq][layer].all;
+    for (uint32_t kind = 0; kind < its.size(); ++kind) {
+        std::vector<float> factors(its[kind].spread_size() / sizeof(float));
+        its[kind].get_factors(factors.data());
+        gpu.upload(coded.at(at[kind][layer][seq].factors), factors.data(), its[kind].spread_size());
+    }
 }
 
 void gpu_coarse::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
     auto & its = codes[seq][layer];
     for (uint32_t kind = 0; kind < its.all.size() && n > 0; ++kind) {
-        const auto [levels, scales] = its.all[kind].memory(n);
-        const auto & from           = at[kind][layer][seq];
+        const auto [levels, scales, means] = its.all[kind].memory(n);
+        const auto & from                  = at[kind][layer][seq];
         gpu.download(levels.first, coded.at(from.codes), levels.second);
         gpu.download(scales.first, coded.at(from.scales), scales.second);
+        gpu.download(means.first, coded.at(from.means), means.second);
     }
     codes.get(seq, layer, n, dst);
     for (auto & each : its.all) {
@@ -311,12 +343,13 @@ void gpu_coarse::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * 
     codes.set(seq, layer, n, src);
     auto & its = codes[seq][layer];
     for (uint32_t kind = 0; kind < its.all.size() && n > 0; ++kind) {
-        const auto [levels, scales] = its.all[kind].memory(n);
-        const auto & to             = at[kind][layer][seq];
+        const auto [levels, scales, means] = its.all[kind].memory(n);
+        const auto & to                    = at[kind][layer][seq];
         gpu.upload(coded.at(to.codes), levels.first, levels.second);
         gpu.upload(coded.at(to.scales), scales.first, scales.second);
-        upload_means(seq, layer, kind, 0, (n + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT);
+        gpu.upload(coded.at(to.means), means.first, means.second);
     }
+    if (n > 0) { upload_factors(seq, layer); }
     for (auto & each : its.all) {
         each.drop();
     }

@@ -100,7 +100,7 @@ struct kvf_gpu_coding {
 struct kvf_gpu_codes {
     uint8_t *     codes;
     uint16_t *    scales;
-    const float * means;
+    float *       means;
     const float * factors; // kvf_codes::get_factors()
 };
 
@@ -147,7 +147,7 @@ struct kvf_gpu_attend {
     enum { SEQ, POS, ASKER, LEN_TOKEN };        // of each token, after the ask. SEQ: -1: nothing is outside
     static constexpr uint32_t MOST_BLOCK = 528; // which attend
     static constexpr uint32_t MOST_PART = 128, MOST_ROW_PART = 1024; // of a query, and of all tokens
-    static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 2;        // at once
+    static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 8;        // at once
     static constexpr uint32_t MOST_WHOLE = 16; // tokens of a batch, for which the pool is attended to here
     static constexpr uint32_t AT_ONCE    = 64; // values of a head that are summed at once
 
@@ -155,7 +155,11 @@ struct kvf_gpu_attend {
     uint32_t              share, n_tile, n_row; // queries of a head of keys; passes that these take; tokens in a pass
     kvf_gpu_coding        coding[2];
     const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
-    float *               parts;    // scratch: [token][n_head][n_part][part_size()], MOST_ROW_PART in all
+    // scratch: [token][n_head][n_part][part_size()], MOST_ROW_PART in all; [pass][pass_size()]; [token][n_word()]: units that
+    // the pool has, a bit each
+    float *    parts;
+    char *     passes;
+    uint32_t * taken;
     struct {
         int32_t  type;                 // of the pool's keys, and of its values
         uint32_t d, block, block_size; // values of a head; those that are quantised together, and their bytes
@@ -175,6 +179,16 @@ struct kvf_gpu_attend {
     }
     KVF_BOTH uint32_t part_size() const { return 2 + n_value(); }
 
+    // A pass is of COLUMNS queries, or fewer, that share a head of keys: those of n_row tokens. bytes of what its blocks need
+    // of them, prepared: words of products of n_step() times 32 values of a key; halves for products with the pool's; [COLUMNS]:
+    // by what products are multiplied, and what is taken off them before; [segment][COLUMNS]: products with the means of segments
+    KVF_BOTH uint32_t n_pass(uint32_t n_token) const { return (n_token + n_row - 1) / n_row * p.n_head_kv * n_tile; }
+    KVF_BOTH uint32_t n_step() const { return (coding[0].width + 127) / 128 * 4; }
+    KVF_BOTH uint32_t n_segment() const { return (p.ask.n_unit + 255) / 256; }
+    KVF_BOTH uint32_t n_plain() const { return (coding[0].d + 15) / 16 * 32; } // times four halves
+    KVF_BOTH uint32_t pass_size() const { return (n_step() * 32 + n_plain() + (2 + n_segment()) * 4) * COLUMNS; }
+    KVF_BOTH uint32_t n_word() const { return (p.ask.n_unit + 31) / 32; }
+
     // of a batch of so many
     KVF_BOTH uint32_t n_part(uint32_t n_token) const {
         const uint32_t n_block = MOST_BLOCK / (p.n_head_kv * n_tile);
@@ -185,7 +199,7 @@ struct kvf_gpu_attend {
     // of these, what positions outside the pool have, by their codes: no more than have them done in the same time. its: of
     // a sequence's ask. cells: of the pool that take as long as codes of 128 positions
     KVF_BOTH uint32_t n_far(const int32_t * its, uint32_t n_part) const {
-        const uint32_t cells = whole ? 64 : 128, far = (its[kvf_gpu_ask::N_UNIT] + 7) / 8;
+        const uint32_t cells = whole ? 40 : 80, far = (its[kvf_gpu_ask::N_UNIT] + 7) / 8;
         const uint32_t near   = 1 + (its[kvf_gpu_ask::N_COMMON] * p.n_chunk + its[kvf_gpu_ask::N_FILL] * 16) / cells;
         uint32_t       n      = (far * n_part + (far + near) / 2) / (far + near);
         n                     = n < 1 ? 1 : n >= n_part ? n_part - 1 : n;
@@ -226,10 +240,12 @@ struct kvf_gpu {
     void (*download)(void * dst, const void * src, size_t size);
     const char * (*pinned)(const char * host); // where the device sees this, null: nowhere
 
-    // sums of rows and of squares to dst [n_coder][n_value][2]; the codes of a sequence's units from
-    // `first` on; the memory that a block takes
+    // sums of rows and of squares to dst [n_coder][n_value][2]; a segment's means by such sums of n rows, or those of the
+    // segment before; the codes of a sequence's units from `first` on; the memory that a block takes
     void (*sum_rows)(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
             uint32_t n_value);
+    void (*make_means)(const kvf_gpu_coders & coders, uint32_t seq, uint32_t segment, const double * sums, uint32_t n_value,
+            uint32_t n);
     void (*encode_rows)(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first);
     size_t (*coder_memory)(const kvf_gpu_coder & coder);
     // fill n rows of `width` bytes with a byte

@@ -24,8 +24,7 @@ template <typename T> static inline __device__ T & shared(size_t offset = 0) {
     return *(T *) ((char *) kvf_shared + offset);
 }
 
-// at_once: all blocks run at the same time. (to begin before the kernel ahead has ended, as the backend's own do, was slower
-// together with that)
+// at_once: all blocks run at the same time
 template <typename... P, typename... A>
 static void launch(
         void (*kernel)(P...), dim3 grid, dim3 block, size_t memory, cudaStream_t stream, bool at_once, A &&... args) {
@@ -42,6 +41,13 @@ static void launch(
     config.numAttrs           = at_once ? 1 : 0;
     if (memory > 48 << 10) { CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory)); }
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<A>(args)...));
+}
+
+// its blocks may begin before the kernel ahead has ended, and wait for that with ggml_cuda_pdl_sync()
+template <typename... P, typename... A>
+static void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t memory, cudaStream_t stream, A &&... args) {
+    if (memory > 48 << 10) { CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory)); }
+    ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(grid, block, memory, stream), std::forward<A>(args)...);
 }
 
 //
@@ -136,6 +142,8 @@ uint32_t kvf_attend_warps(const kvf_gpu_attend & a, const void * on);
 // of kvflash-encode.cu
 void kvf_sum_rows_of(const kvf_gpu_coders & c, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
         uint32_t n_value, cudaStream_t stream);
+void kvf_make_means_of(const kvf_gpu_coders & c, uint32_t seq, uint32_t segment, const double * sums, uint32_t n_value,
+        uint32_t n, cudaStream_t stream);
 void kvf_encode_rows_of(
         const kvf_gpu_coders & c, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first, cudaStream_t stream);
 size_t kvf_coder_memory(const kvf_gpu_coder & c);

@@ -164,19 +164,11 @@ struct rows_here {
 // attention
 //
 
-// the queries as halves, scaled, of four values of a column a lane, [16 values][lane]
-static __device__ void plain_queries(
-        const kvf_gpu_attend & a, const attend_task & task, const kvf_gpu_queries & q, uint2 * to) {
-    const uint32_t d = a.coding[0].d;
-#pragma unroll 2
-    for (uint32_t i = threadIdx.x; i < (d + 15) / 16 * 32; i += blockDim.x) {
-        const uint32_t j = i % 32 / 4, first = i / 32 * 16 + i % 4 * 4;
-        float          x[4];
-#pragma unroll
-        for (uint32_t e = 0; e < 4; ++e) {
-            x[e] = task.has(j) && first + e < d ? query_of(q, task.row_of(j), task.head_of(j), first + e) * a.p.scale : 0;
-        }
-        to[i] = {halves(x[0], x[1]), halves(x[2], x[3])};
+// the queries as halves, [16 values][lane]
+static __device__ void read_plain(
+        const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, const prepared_pass & pass) {
+    for (uint32_t i = threadIdx.x; i < a.n_plain(); i += blockDim.x) {
+        (&shared<uint2>(at.queries))[i] = task.has(i % 32 / 4) ? pass.plain[i] : uint2{0, 0};
     }
     __syncthreads();
 }
@@ -257,7 +249,7 @@ static __device__ void cell_weights(const pool_cells & cells, const int32_t (&po
 
 // The pool: what is common up to each row's token, and the guests. A warp takes 16 cells at a time, while the next ones come
 static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places & at, const asked & ask,
-        const attend_task & task, const int32_t * tokens, const attend_memory & m, far_sums & its) {
+        const attend_task & task, const int32_t * tokens, const prepared_pass & pass, const attend_memory & m, far_sums & its) {
     const auto &    p    = a.p;
     const uint32_t  warp = threadIdx.x / 32, n_warp = (task.n_part - task.n_far) * at.n_warp;
     const uint32_t  first = (task.part - task.n_far) * at.n_warp + warp;
@@ -274,7 +266,6 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places
     }
     // Copies of keys and of values take turns, though there may be nothing to copy. Keys that are values, too, come alone
     const bool alone = !apart && a.whole;
-    const auto wait  = [&] { alone ? copied<0>() : copied<1>(); };
     const auto begin = [&](const rows_here & rows, const pool_cells & cells, bool is) {
         if (is && cells.is) { copy_rows(rows.its, rows.at, cells); }
         copies_begun();
@@ -282,13 +273,13 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places
     pool_cells cells(p, ask, task, n_all, n_all),
             next(p, ask, task, first, n_all); // the first time there is only a next one
 #pragma unroll 1
-    for (uint32_t i = first; cells.is || next.is; i += n_warp) {
+    for (uint32_t i = first;; i += n_warp) {
         float y[4] = {}, factor[2];
         if (cells.is) {
-            wait();
+            alone ? copied<0>() : copied<1>();
             cell_logits(p, keys, &shared<uint2>(at.queries), y);
         }
-        if (apart || !a.whole || !cells.is) { begin(keys, next, true); }
+        begin(keys, next, !alone || !cells.is);
         if (cells.is) {
             cell_weights(cells, pos, y, weights, factor, its);
             copied<1>();
@@ -297,8 +288,13 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places
             }
         }
         begin(values, next, a.whole && (apart || cells.is));
+        if (i == first) {
+            ggml_cuda_pdl_sync();
+            read_plain(a, at, task, pass);
+        }
         cells = next;
-        next  = pool_cells(p, ask, task, i + n_warp, n_all);
+        if (!cells.is) { break; }
+        next = pool_cells(p, ask, task, i + n_warp, n_all);
     }
     copied<0>();
 #pragma unroll

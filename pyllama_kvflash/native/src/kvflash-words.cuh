@@ -30,23 +30,27 @@ template <uint32_t N_BIT> struct value_sums {
     static constexpr uint32_t EACH = 4 / N_BIT; // times that the same words are taken
     static constexpr uint32_t MASK = 0x00010001 * ((1 << N_BIT) - 1);
 
-    const uint8_t * codes; // the lane's
-    uint32_t        size;  // of a unit
-    uint32_t        ones;  // halves of 1024; of a number that the compiler knows it makes an instruction more
+    const uint8_t * from; // the lane's next words
+    uint32_t        size; // of a unit
+    uint32_t        ones; // halves of 1024; of a number that the compiler knows it makes an instruction more
     uint4           next[2];
 
     // codes: of a piece's first unit. what is past a row may be another's
     __device__ value_sums(const kvf_gpu_attend & a, const uint8_t * codes) :
         size(unit_bytes(a.coding[1])), ones(0x64006400 + threadIdx.y) { // of a row of threads: 0
         const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        this->codes = codes + t / 2 * size + g * UNIT * 4 + t % 2 * 16;
-        read(0, 0);
+        from = codes + t / 2 * size + g * UNIT * 4 + t % 2 * 16;
+        read();
     }
 
-    __device__ void read(uint32_t group, uint32_t pair) {
-        const uint8_t * from = codes + group / EACH * 8 * UNIT * 4 + pair * 2 * size;
-        next[0]              = read_words(from);
-        next[1]              = read_words(from + 32);
+    __device__ void read() {
+        next[0] = read_words(from);
+        next[1] = read_words(from + 32);
+    }
+
+    // bytes from a group's last pair of n to the next group's first
+    __device__ int32_t back(uint32_t group, uint32_t n) const {
+        return ((group + 1) / EACH - group / EACH) * 8 * UNIT * 4 - (n - 1) * 2 * size;
     }
 
     // the i-th of four products of the words' halves: rows g, or g + 8
@@ -62,25 +66,24 @@ template <uint32_t N_BIT> struct value_sums {
     // what is added to each code, less its middle
     static __device__ float mean(uint32_t i, uint32_t upper) { return 1024 * unit(i, upper) + middle_of<N_BIT>(); }
 
-    // a pair of units, and what comes then: another one, if `more`
-    __device__ void add(uint32_t group, const uint4 & weights, bool more, uint32_t next_group, uint32_t next_pair,
-            float (&res)[4][4]) {
-        const uint4 a = next[0], b = next[1];
-        if (more) { read(next_group, next_pair); }
+    // a pair of units; the words that are so many bytes further on are on their way then
+    __device__ void add(uint32_t group, const uint4 & weights, int32_t further, float (&res)[4][4]) {
+        const uint4 &  a = next[0], &b = next[1];
         const uint32_t from[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
+        uint32_t       x[4][2]; // of two products' halves of 16: the codes of their positions
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+            x[i][0] = __byte_perm(from[i][0], from[i][1], N_BIT == 2 && group % 2 ? 0x7632 : 0x5410);
+            x[i][1] = N_BIT == 2 ? 0 : __byte_perm(from[i][0], from[i][1], 0x7632);
+        }
+        this->from += further;
+        read();
 #pragma unroll
         for (uint32_t k = 0; k < 4; k += 2) {
-            uint32_t x[2][2]; // of two products' halves of 16: the codes of their positions
-#pragma unroll
-            for (uint32_t i = 0; i < 2; ++i) {
-                const auto & its = from[k + i];
-                x[i][0] = __byte_perm(its[0], its[1], N_BIT == 2 && group % 2 ? 0x7632 : 0x5410);
-                x[i][1] = N_BIT == 2 ? 0 : __byte_perm(its[0], its[1], 0x7632);
-            }
             const uint2 by = k ? uint2{weights.z, weights.w} : uint2{weights.x, weights.y};
 #pragma unroll
             for (uint32_t i = 0; i < 4; ++i) {
-                multiply(res[i], rows_in(x[0], i, 0), rows_in(x[0], i, 1), rows_in(x[1], i, 0), rows_in(x[1], i, 1), by);
+                multiply(res[i], rows_in(x[k], i, 0), rows_in(x[k], i, 1), rows_in(x[k + 1], i, 0), rows_in(x[k + 1], i, 1), by);
             }
         }
     }
@@ -93,20 +96,23 @@ template <uint32_t N_BIT> struct key_words {
     __device__ void read(const uint8_t * from) {
 #pragma unroll
         for (uint32_t i = 0; i < N_BIT; ++i) {
-            w[i] = read_words(from + i * 4 * UNIT * 4);
+            read(from, i);
         }
     }
 
-    // with queries
-    __device__ void add(const uint2 * queries, int (&one)[4], int (&two)[4]) const {
+    __device__ void read(const uint8_t * from, uint32_t i) { w[i] = read_words(from + i * 4 * UNIT * 4); }
+
+    // with queries. each word is read from `next` once it is not needed any more
+    __device__ void add(const uint2 * queries, const uint8_t * next, int (&one)[4], int (&two)[4]) {
 #pragma unroll
         for (uint32_t i = 0; i < STEPS; ++i) {
-            const uint4 &  x   = w[i * N_BIT / 4];
+            const uint4    x   = w[i * N_BIT / 4];
             const uint2    b   = queries[i * 32];
             const uint32_t f   = N_BIT == 2 ? i % 2 * 2 : 0;
             const auto     its = [&](uint32_t word, uint32_t half) { return codes_in<N_BIT>(word, f + half); };
             multiply(one, its(x.x, 0), its(x.y, 0), its(x.x, 1), its(x.y, 1), b);
             multiply(two, its(x.z, 0), its(x.w, 0), its(x.z, 1), its(x.w, 1), b);
+            if ((i + 1) * N_BIT % 4 == 0) { read(next, i * N_BIT / 4); }
         }
     }
 };

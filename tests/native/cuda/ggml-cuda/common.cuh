@@ -423,6 +423,25 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * config, void (*kernel)
 
 template <typename F> cudaError_t cudaFuncSetAttribute(F, int, size_t) { return cudaSuccess; }
 
+struct ggml_cuda_kernel_launch_params {
+    dim3         grid, block;
+    size_t       memory;
+    cudaStream_t stream;
+
+    ggml_cuda_kernel_launch_params(dim3 grid, dim3 block, size_t memory, cudaStream_t stream) :
+        grid(grid), block(block), memory(memory), stream(stream) {}
+};
+
+template <typename... P, typename... A>
+void ggml_cuda_kernel_launch(void (*kernel)(P...), const ggml_cuda_kernel_launch_params & how, A &&... args) {
+    const cudaLaunchConfig_t config = {how.grid, how.block, how.memory, how.stream, nullptr, 0};
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<A>(args)...));
+}
+
+// a kernel is over before the next one begins
+inline void ggml_cuda_pdl_sync() {}
+inline void ggml_cuda_pdl_lc() {}
+
 struct cudaPointerAttributes {
     int device;
 };
