@@ -1,7 +1,6 @@
 """How many bits codes have where it is not said: the most for which there is memory beside all else, however one asks."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from pyllama_kvflash.engine.bits import choices
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.planning import planned
 from pyllama_kvflash.errors import NativeError
-from pyllama_kvflash.native import pretending
+from pyllama_kvflash.native import Model, pretending
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy.coarse import FORMS
@@ -151,7 +150,7 @@ def test_what_cannot_be_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch, a
     """As by a run. Without asking for them, `kvflash inspect` says that there are none."""
     probe = loading.probe
     why = "ALiBi needs the position of each cell, which guests do not have"
-    for module in (loading, planning, sys.modules["pyllama_kvflash.cli.inspect"]):
+    for module in (loading, planning):
         monkeypatch.setattr(module, "probe", lambda *given: replace(probe(*given), uncoded=why))
     what = "policy fresh" if "fresh" in args else "--kvflash-coarse 4"
     said = f"cannot be run with {what}: {why}; give --kvflash-policy qk and --kvflash-coarse off"
@@ -163,3 +162,22 @@ def test_what_cannot_be_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch, a
     assert (found["coarse"], found["coarse_bytes"]) == ("off", 0)
     assert json.loads(good("inspect", "--kvflash", "off", *args, "--json").stdout)["coarse"] == "off"
     assert f"none: {why}" in " ".join(good("inspect").stdout.split())
+
+
+@HOST
+def test_inspect_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the model, whatever is taken. Of the full cache it says what codes an automatic pool would have."""
+    load, probe, looks = Model.load, planning.probe, list[str]()
+    monkeypatch.setattr(Model, "load", lambda *args, **how: (looks.append("load"), load(*args, **how))[1])
+    monkeypatch.setattr(planning, "probe", lambda *given: (looks.append("probe"), probe(*given))[1])
+
+    def coarse(memory: int, pool: str) -> str:
+        looks.clear()
+        with pretending(memory, 8 << 30):
+            found = json.loads(good("inspect", "-c", "64K", "--kvflash", pool, "--json").stdout)
+        assert looks == ["load", "probe"]
+        assert (found["n_pool"] is None, found["coarse_bytes"] == 0) == (pool == "off", found["coarse"] == "off")
+        return str(found["coarse"])
+
+    for memory, want in ((RESERVE + (64 << 20), "off"), (4 * RESERVE, "4")):
+        assert coarse(memory, "auto") == coarse(memory, "off") == want

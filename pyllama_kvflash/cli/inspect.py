@@ -16,11 +16,11 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.load_plan import pool_size
-from pyllama_kvflash.engine.loading import Probe, check_file, probe
+from pyllama_kvflash.engine.loading import Probe, check_file
 from pyllama_kvflash.engine.memory import coarse_bytes, device_memory
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.panes import exact_bytes
-from pyllama_kvflash.engine.planning import Planned, planned
+from pyllama_kvflash.engine.planning import Look, Planned, look
 from pyllama_kvflash.errors import counted
 from pyllama_kvflash.gguf_header import read_parts
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
@@ -78,19 +78,18 @@ def inspect(model_arg: str | None, model: str | None, *, as_json: bool, **values
     path = model_path(model_arg, model, Reporter())
     options = Options(**params.resolve(values))
     check_file(path)
-    with Model.load(path, no_alloc=True) as loaded:
-        found = _look(loaded, options)
+    with look(path, options) as looked:
+        found = _find(looked)
         if as_json:
             click.echo(json.dumps(_as_dict(found), ensure_ascii=False))
         else:
             Console(highlight=False).print(_table(found))
 
 
-def _look(model: Model, options: Options) -> Findings:
-    given = options.resolved(model.n_ctx_train)
-    seen = probe(model, given)
-    taken = Planned((), PoolSize(None), given) if seen.memory_class == "none" else planned(model.path, given)
-    options, coded = taken.options, _coded(model, given, seen, taken.options)
+def _find(looked: Look) -> Findings:
+    model, seen = looked.model, looked.seen
+    taken = Planned((), PoolSize(None), looked.options) if seen.memory_class == "none" else looked.planned()
+    options, coded = taken.options, _coded(looked, taken.options)
     sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
     automatic = (
         replace(coded, pool="auto")
@@ -118,13 +117,13 @@ def _look(model: Model, options: Options) -> Findings:
     )
 
 
-def _coded(model: Model, given: Options, seen: Probe, options: Options) -> Options:
+def _coded(looked: Look, options: Options) -> Options:
     """Return the options of a pool's codes, where there can be some: those that are taken, or with the full cache those of an
     automatic pool.
     """
-    if options.pool != "off" or seen.uncoded:
+    if options.pool != "off" or looked.seen.uncoded or looked.seen.refusal:
         return options
-    return planned(model.path, replace(options, pool="auto", coarse=given.coarse, policy=given.policy)).options
+    return looked.planned(pool="auto").options
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -1,11 +1,13 @@
 """What a model takes of each device's memory, before anything of it is loaded."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyllama_kvflash.engine.bits import fits, free_bytes
 from pyllama_kvflash.engine.load_plan import Tap, plan_contexts
-from pyllama_kvflash.engine.loading import bits_of, check_codes, open_context, placement, probe, where
+from pyllama_kvflash.engine.loading import Probe, bits_of, check_codes, open_context, placement, probe, where
 from pyllama_kvflash.engine.memory import device_memory
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes, weights_of
 from pyllama_kvflash.engine.panes import ExactBytes, exact_bytes
@@ -34,6 +36,39 @@ def needs(path: Path, options: Options) -> tuple[tuple[Need, ...], PoolSize]:
 
 def planned(path: Path, options: Options) -> Planned:
     """Return what loading comes to, with the memory that is free now. Raises as loading.load()."""
+    with look(path, options) as found:
+        return found.planned()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A model that is looked at without its weights, on the devices where it will be.
+
+    options: resolved, with experts placed, and a pool only if there can be one; codes and policy as they were given. free: as for
+    bits.fits(). program: see program_bytes().
+    """
+
+    model: Model
+    seen: Probe
+    options: Options
+    free: Mapping[str, int]
+    program: int
+
+    def planned(self, pool: int | str | None = None) -> Planned:
+        """Return what loading comes to. pool: another one than that of the options. Raises as loading.load()."""
+        options = self.options if pool is None else replace(self.options, pool=pool)
+        check_codes(self.model, options, self.seen)
+        *closer, last = bits_of(options, self.seen)
+        for tried in closer:
+            found = _planned(self.model, self.seen.geometry, tried, self.program)
+            if fits(found.needs, self.free):
+                return found
+        return _planned(self.model, self.seen.geometry, last, self.program)
+
+
+@contextmanager
+def look(path: Path, options: Options) -> Iterator[Look]:
+    """Look at a model for as long as this is open. Raises as loading.load()."""
     for server in options.rpc:
         add_rpc(server)
     placed = placement(path, options)
@@ -43,13 +78,7 @@ def planned(path: Path, options: Options) -> Planned:
         seen = probe(model, options)
         if seen.refusal is not None:
             options = replace(options, pool="off")
-        check_codes(model, options, seen)
-        *closer, last = bits_of(options, seen)
-        for tried in closer:
-            found = _planned(model, seen.geometry, tried, program)
-            if fits(found.needs, free):
-                return found
-        return _planned(model, seen.geometry, last, program)
+        yield Look(model, seen, options, free, program)
 
 
 class _Looking:
