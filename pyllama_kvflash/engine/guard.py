@@ -41,7 +41,7 @@ class Guard:
         self._free = free
         self._name = name
         self._pid = os.getpid()
-        self._notes: dict[CodeType, list[int]] = {}  # by method, _USE or _FREE: the thread that it runs in
+        self._notes: native.Notes = {}  # by method: _USE or _FREE
         self._abandoned = finalize(self, _free_here, free, self._pid)
         self._abandoned.atexit = False  # _close_all() waits for calls
         _live[id(self)] = self
@@ -49,7 +49,7 @@ class Guard:
     def run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Make a call that uses the engine. Raises InUseError if another one is under way, and UsageError if it is closed."""
         self.check_open()
-        if not self._note(_USE):
+        if not native.noted(self._notes, _USE, self):
             raise InUseError(_BY_ITSELF if self._notes.get(_USE) == [get_ident()] else _BY_ANOTHER)
         try:
             self.check_open()  # once more: from here on nobody else can close it
@@ -86,7 +86,7 @@ class Guard:
 
     def _finish(self) -> None:
         """Free the engine, unless that is done or under way."""
-        if not self.closed and self._note(_FREE):
+        if not self.closed and native.noted(self._notes, _FREE, self):
             try:
                 self._free()
             except Exception:
@@ -94,16 +94,6 @@ class Guard:
                 raise
             self.closed = True  # not after Ctrl-C: then close() frees the rest
             self._abandoned.detach()
-
-    def _note(self, method: CodeType) -> bool:
-        """Note that this thread runs a method, unless another note of it counts. Returns whether it was noted."""
-        mine = [get_ident()]
-        while (other := self._notes.setdefault(method, mine)) is not mine:  # setdefault() is atomic
-            if native.n_running(method, other[0], self) > (other == mine):  # more than the one that asks
-                return False
-            if self._notes.get(method) is other:  # it was cut off before it could take its note away
-                self._notes.pop(method, None)
-        return True
 
     def _at_work(self, method: CodeType) -> int | None:
         """Return the thread that runs a method; None: none does."""

@@ -23,7 +23,7 @@ from pyllama_kvflash.native.order import order_of, order_of_letters
 from pyllama_kvflash.native.quantize import quantize
 from pyllama_kvflash.native.sampler import MAX_BIASES, MAX_BREAKERS, MAX_PROBS, RANGES, Sampler, Sampling, check_ends
 from pyllama_kvflash.native.speculator import Speculator
-from pyllama_kvflash.native.stacks import n_running
+from pyllama_kvflash.native.stacks import Notes, n_running, noted
 from pyllama_kvflash.native.summary import Keys, Summaries
 from pyllama_kvflash.native.unloadable import why_unloadable
 
@@ -49,6 +49,7 @@ __all__ = [
     "Keys",
     "Layer",
     "Model",
+    "Notes",
     "PaneInfo",
     "PaneParams",
     "PoolInfo",
@@ -72,6 +73,7 @@ __all__ = [
     "interruptible",
     "json_grammar",
     "n_running",
+    "noted",
     "order_of",
     "order_of_letters",
     "pretending",

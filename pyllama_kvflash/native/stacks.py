@@ -1,7 +1,11 @@
 """What a thread is in the middle of, read from its stack: true however a call was cut off, where a lock would be left held."""
 
 import sys
+from threading import get_ident
 from types import CodeType
+
+Notes = dict[CodeType, list[int]]
+"""By a method of an object: the thread that runs it."""
 
 
 def n_running(code: CodeType, thread: int, owner: object = None) -> int:
@@ -14,6 +18,20 @@ def n_running(code: CodeType, thread: int, owner: object = None) -> int:
         n += frame.f_code is code and (owner is None or frame.f_locals.get("self") is owner)
         frame = frame.f_back
     return n
+
+
+def noted(notes: Notes, method: CodeType, owner: object) -> bool:
+    """Note that this thread runs a method of an object, unless another note of it counts: that of a thread whose stack it is on.
+
+    Returns whether it was noted. The method calls this, and takes the note away; one that was cut off need not.
+    """
+    mine = [get_ident()]
+    while (other := notes.setdefault(method, mine)) is not mine:  # setdefault() is atomic
+        if n_running(method, other[0], owner) > (other == mine):  # more than the one that asks
+            return False
+        if notes.get(method) is other:  # it was cut off before it could take its note away
+            notes.pop(method, None)
+    return True
 
 
 def anywhere(code: CodeType) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyllama_kvflash.pool.host_memory import HostMemory, Record
 
 Fill = Callable[[Record], None]
-"""Puts a record into its place, whole and checked, or raises and leaves the place as it was. For any thread."""
+"""Has a record at its place, whole and checked, and leaves it alone if it is there. If it raises, there is none. For any thread."""
 
 
 @dataclass(slots=True)

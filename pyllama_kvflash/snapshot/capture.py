@@ -17,7 +17,7 @@ from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.pool.host_store import HostStore, Stored
 from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.snapshot import layout
-from pyllama_kvflash.snapshot.file import Outline, SnapshotFile
+from pyllama_kvflash.snapshot.file import Filling, Outline, SnapshotFile
 from pyllama_kvflash.snapshot.layout import Chunks, Contents, Identity, Source
 from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 from pyllama_kvflash.snapshot.saved_pool import SavedPool
@@ -222,7 +222,7 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
 
     def lend(chunk: int) -> None:
         found = chunks["checksum"][chunk].tobytes()
-        pager.records.lend(chunk, found, partial(snapshot.fill, chunk))
+        pager.records.lend(chunk, found, Filling(snapshot, chunk))
 
     fits = pager.guests and contents.guests and contents.guests.fits(pager.guests)
     saved = saved.first(n, pager.ledger.chunk)

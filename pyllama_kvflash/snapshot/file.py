@@ -2,13 +2,13 @@
 
 import os
 import stat
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from threading import local
 from typing import Any, Self
 from weakref import finalize
 
@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.errors import SnapshotError
-from pyllama_kvflash.native import Record, Tokens
+from pyllama_kvflash.native import Notes, Record, Tokens, noted
 from pyllama_kvflash.native.checksum import Checksum
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.layout import CHUNK, DIGEST, HEADER, SOURCE, START, Chunks, Contents, Identity, Source
 from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
+_LOOK_SECONDS = 0.002  # between two looks at a record that another thread reads
 _BLOCK = 1 << 20  # bytes that are read and then summed, while the processor's cache has them
 
 
@@ -246,12 +247,10 @@ class SnapshotFile:
         self._check_records(own)
         self._codes = self._places_of_codes(own)
         self._pitch, self._lead = layout.record_place(self.contents.identity)
-        self._record_bytes = self.contents.identity.fields["record_bytes"]
         sources = self.contents.sources
         self._parts = [*(_opened(path, source) for source in sources), own]
         self._firsts = [*(s.first for s in sources), self.contents.n_lent]  # chunk of the first record in each
         self._ends = [s.end for s in sources]
-        self._room = local()  # of each thread that fills places: memory that it has used before is faster
 
     def _check_records(self, own: _Opened) -> None:
         entry, chunks = self.header["sections"][-1], self.contents.chunks
@@ -286,22 +285,19 @@ class SnapshotFile:
 
         Raises SnapshotError if it is not in the file any more.
         """
-        res = np.empty(self._record_bytes, np.uint8)
-        self._read(i, res)
+        res = np.empty(self.contents.identity.fields["record_bytes"], np.uint8)
+        self.fill(i, res)
         return res
 
     def fill(self, i: int, place: Record) -> None:
-        """Put the record of chunk i into a place (record_bytes,) uint8, once it is checked. For any thread. Raises SnapshotError."""
-        if not hasattr(self._room, "record"):
-            self._room.record = np.empty(self._record_bytes, np.uint8)
-        self._read(i, self._room.record)
-        place[:] = self._room.record
+        """Read the record of chunk i into a place (record_bytes,) uint8, and check it there. For any thread.
 
-    def _read(self, i: int, into: Record) -> None:
+        Raises SnapshotError; what is in the place then is no record.
+        """
         k = bisect_right(self._ends, i)
         part, start = self._parts[k], self._parts[k].start + (i - self._firsts[k]) * self._pitch + self._lead
         with self._reporting(part):
-            if part.read(start, into, f"the record of chunk {i}") != self.contents.chunks["checksum"][i].tobytes():
+            if part.read(start, place, f"the record of chunk {i}") != self.contents.chunks["checksum"][i].tobytes():
                 raise part.damaged(f"the record of chunk {i} was changed")
 
     def codes(self, layer: int) -> Record:
@@ -337,6 +333,35 @@ class SnapshotFile:
         for i in range(n, len(self.contents.chunks)):
             self.record(i)
             yield i - n + 1
+
+
+class Filling:
+    """A record's way into its place, where it is read and checked, so that nothing as large is held beside it. It can be called.
+
+    One thread reads it, and others wait: the file may be changed meanwhile, and a second one would put that into a record which is in
+    use.
+    """
+
+    def __init__(self, file: SnapshotFile, chunk: int) -> None:
+        self._file, self._chunk = file, chunk
+        self._done = False
+        self._notes: Notes = {}
+
+    def __call__(self, place: Record) -> None:
+        """Have the record in its place. Raises SnapshotError. For any thread."""
+        while not self._done:
+            if not noted(self._notes, _FILLING, self):
+                time.sleep(_LOOK_SECONDS)
+                continue
+            try:
+                if not self._done:  # nobody has read it before the note
+                    self._file.fill(self._chunk, place)
+                    self._done = True
+            finally:
+                self._notes.clear()
+
+
+_FILLING = Filling.__call__.__code__
 
 
 def _contents(raw: dict[str, bytes]) -> Contents:
