@@ -153,6 +153,22 @@ def test_forged_guests(fresh: Path, field: str) -> None:
         SnapshotFile(fresh)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("n_known", 65, "of its 70 positions 64 have codes, and 65 had some when the last segment began"),
+        ("n_known", 2**32 - 1, "of its 70 positions 64 have codes, and 4,294,967,295 had some"),  # -1, as it is stored
+        ("n_tokens", 80, "of its 70 positions 80 have codes, and 16 had some"),
+        ("n_tokens", 15, "of its 70 positions 15 have codes, and 16 had some"),
+    ],
+)
+def test_forged_numbers_of_codes(fresh: Path, field: str, value: int, why: str) -> None:
+    """No more had some before than have some now, and no more have some than there are."""
+    fresh.write_bytes(with_forged_guests(fresh, field, value))
+    with pytest.raises(SnapshotError, match=f"{fresh} is not a whole snapshot: {why}"):
+        SnapshotFile(fresh)
+
+
 def assert_read_or_told(file: SnapshotFile, records: list[Record], n_whole: int, why: str) -> None:
     """Of an open file that was changed, the first n_whole records are what they were, and the others are not read."""
     for i, record in enumerate(records):

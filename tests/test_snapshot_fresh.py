@@ -14,7 +14,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
 from support.cuts import cut_off_at_every_line
-from support.formats import codes_of, sections
+from support.formats import codes_of, sections, with_forged_guests
 from support.runs import Open
 from support.snapshots import FRESH, MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
 
@@ -144,6 +144,19 @@ def test_codes_are_not_made_again(opened: Open, saved: Path, monkeypatch: pytest
     kv.decode([7])
     assert room(kv).native.n_fetched() <= n_fetched + units.size  # each slot once at most
     kv.check_integrity()
+
+
+@pytest.mark.parametrize("n_known", [24 * 64, 2**32 - 1])
+def test_a_snapshot_whose_means_would_tell_of_more_than_there_is(
+    opened: Open, saved: Path, snap: Path, n_known: int
+) -> None:
+    snap.write_bytes(with_forged_guests(saved, "n_known", n_known))
+    kv = opened(**EXACT)
+    why = f"of its 1,500 positions 1,472 have codes, and {n_known:,} had some when the last segment began"
+    with pytest.raises(SnapshotError, match=f"{snap} is not a whole snapshot: {why}$"):
+        kv.restore(snap)
+    kv.check_integrity()
+    assert kv.restore(saved) == N
 
 
 def test_what_fits_the_pool_has_no_guests(opened: Open, snap: Path) -> None:

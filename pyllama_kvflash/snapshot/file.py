@@ -264,6 +264,11 @@ class SnapshotFile:
         guests, entry = self.contents.guests, own.entry("codes")
         if guests is None:
             return []
+        n, n_coded, n_known = len(self.contents.tokens), guests.n_tokens, guests.n_known
+        if not n_known <= n_coded <= n:
+            raise own.damaged(
+                f"of its {n:,} positions {n_coded:,} have codes, and {n_known:,} had some when the last segment began"
+            )
         is_sum = entry["digest"].tobytes() == layout.digest(*guests.checksums)
         if not is_sum or not guests.sizes or sum(guests.sizes) != entry["size"]:
             raise own.damaged("the checksums of its codes were changed")
