@@ -2,8 +2,10 @@
 
 python bench/restore.py --shape-dir /dev/shm/kvflash-shapes           the 8B shape in q8_0 at 64K and 128K, on a GPU: some 150 s
 python bench/restore.py --shape narrow --contexts 8192 --pool 1024    the same bytes a token in a small model, for a CPU
+python bench/restore.py --cold --model FILE --policies lru qk         beside reading all of the text anew
 
-A short text is read, and its records stand for all chunks of a long one: the time of a restore does not depend on what it says.
+A short text is read, and its records stand for all chunks of a long one: the time of a restore does not depend on what it says. With
+--cold the long text itself is read, which gives the time to the first token without a snapshot.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -113,13 +116,11 @@ class Phases:
 
     def table(self) -> str:
         """Return them as Markdown."""
-        copied = self.seconds["records"] - self.seconds["records, read"] - self.seconds["records, checksum"]
         rows = [
             f"| {name} | {seconds:.2f} s | {self.first[name] - self.begin:.2f} s | {self.last[name] - self.begin:.2f} s |"
             for name, seconds in sorted(self.seconds.items())
             if self.first.get(name, 0) >= self.begin and not name.startswith(",")
         ]
-        rows.append(f"| records, copy | {copied:.2f} s | | |")
         return "\n".join(["| phase | all threads | from | to |", "|---|---:|---:|---:|", *rows])
 
 
@@ -157,86 +158,101 @@ def reads(kv: KVFlash, more: Any) -> tuple[float, Any]:
 
 
 @dataclass
+class Saved:
+    """A snapshot of a long text, the tokens that follow and their logits. cold: seconds to read all of it anew; 0: not measured."""
+
+    file: Path
+    context: int
+    more: Any
+    logits: Any
+    cold: float
+
+
+@dataclass
 class Bench:
-    """A model file, what it is opened with, and a folder for snapshots."""
+    """A model file, what it is opened with, and a folder for snapshots. short: tokens of the text whose records stand for all."""
 
     model: Path
     options: dict[str, Any]
     folder: Path
     short: int
 
-    def make(self, context: int, file: Path) -> Any:
-        """Write a snapshot of a long text. Returns the tokens that follow and their logits."""
-        rng, begin, part = np.random.default_rng(0), time.perf_counter(), self.folder / "part.kvsnap"
-        with KVFlash.from_file(self.model, n_ctx=context + 512, **self.options) as kv:
-            n_vocab = kv.model.n_vocab - 8
-            for _ in kv.prefill(rng.integers(0, n_vocab, self.short, dtype=np.int32)):
-                pass
-            kv.save(part)
-            kv.restore(Tiled(part, context))
-            for chunk in range(context // kv.options.chunk):
-                kv.pager.records.stored(chunk).checksum = None  # that of the record of the short text
+    def open(self, context: int) -> KVFlash:
+        """Open the model for a text and more."""
+        return KVFlash.from_file(self.model, n_ctx=context + 512, **self.options)
+
+    def make(self, context: int, *, cold: bool) -> Saved:
+        """Write a snapshot of a long text, which is read with `cold`."""
+        rng, file, part, took = np.random.default_rng(0), self.folder / "text.kvsnap", self.folder / "part.kvsnap", 0.0
+        with self.open(context) as kv:
+            n_vocab, begin = kv.model.n_vocab - 8, time.perf_counter()
+            reads(kv, rng.integers(0, n_vocab, self.short, dtype=np.int32))
+            if cold:
+                kv.clear()
+                took, _ = reads(kv, rng.integers(0, n_vocab, context, dtype=np.int32))
+            else:
+                kv.save(part)
+                kv.restore(Tiled(part, context))
+                part.unlink()
+                for chunk in range(context // kv.options.chunk):
+                    kv.pager.records.stored(chunk).checksum = None  # that of the record of the short text
             made = time.perf_counter()
             size = kv.save(file)
             saved = time.perf_counter()
-            part.unlink()
             more = rng.integers(0, n_vocab, NEW, dtype=np.int32)
-            _, logits = reads(kv, more)
-        print(
-            f"\n## {context:,} tokens: {size / 1e9:.2f} GB, made in {made - begin:.1f} s, saved in {saved - made:.1f} s",
-            flush=True,
-        )
-        return more, logits
+            new, logits = reads(kv, more)
+        print(f"\n## {context:,} tokens, {self.options['policy']}: {size / 1e9:.2f} GB", end="")
+        print(f", made in {made - begin:.1f} s, saved in {saved - made:.1f} s", flush=True)
+        return Saved(file, context, more, logits, took + new if cold else 0.0)
 
-    def restore(self, context: int, file: Path, where: str, read: float, more: Any, want: Any) -> None:
-        """Restore a snapshot in a newly opened model, and print what that takes."""
+    def restore(self, saved: Saved, where: str, read: float) -> None:
+        """Restore a snapshot in a newly opened model, and print what that takes. read: seconds of a plain read."""
         phases = Phases()
-        with phases.watch(), KVFlash.from_file(self.model, n_ctx=context + 512, **self.options) as kv:
+        with phases.watch(), self.open(saved.context) as kv:
             if where == "disk":
-                uncached(file)
+                uncached(saved.file)
             phases.reset()
-            kv.restore(file)
+            kv.restore(saved.file)
             restored = time.perf_counter() - phases.begin
-            took, logits = reads(kv, more)
-        same = "the same logits" if np.array_equal(logits, want) else "OTHER LOGITS"
+            took, logits = reads(kv, saved.more)
+        whole = restored + took
+        same = "the same logits" if np.array_equal(logits, saved.logits) else "OTHER LOGITS"
         print(f"\n**From {where}**: restored in {restored:.2f} s, {NEW} tokens read in {took:.2f} s, {same};")
-        print(f"in all {restored + took:.2f} s, {(restored + took) / read:.2f} times a plain read ({read:.2f} s)\n")
+        cold = f"; cold {saved.cold:.2f} s, {saved.cold / whole:.1f} times as long" if saved.cold else ""
+        print(f"in all {whole:.2f} s, {whole / read:.2f} times a plain read ({read:.2f} s){cold}\n")
         print(phases.table(), flush=True)
 
 
 def main() -> None:
-    """For each context: a snapshot, and restores of it."""
+    """For each policy and context: a snapshot, and restores of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--shape-dir", type=Path, default=None)
+    parser.add_argument("--model", type=Path, default=None, help="a file in place of a shape")
     parser.add_argument("--contexts", type=int, nargs="+", default=[65536, 131072])
     parser.add_argument("--pool", type=int, default=4096)
     parser.add_argument("-ub", type=int, default=2048)
     parser.add_argument("-ct", default="q8_0")
-    parser.add_argument("--policy", default="fresh")
+    parser.add_argument("--coarse", default="auto", help="as --kvflash-coarse")
+    parser.add_argument("--policies", nargs="+", default=["fresh"])
+    parser.add_argument("--cold", action="store_true", help="read each text as a whole, and time that")
     parser.add_argument("--folder", type=Path, default=None, help="of the snapshots, on the disk to measure")
     args = parser.parse_args()
-    options: dict[str, Any] = {
-        "pool": args.pool,
-        "n_ubatch": args.ub,
-        "snapshots": True,
-        "share": 0,
-        "prefill": "exact",
-    }
-    options |= {"type_k": args.ct, "type_v": args.ct, "policy": args.policy}
-    print(f"# Restores, {args.shape}, {args.ct}, {args.policy}, pool {args.pool:,}; {hardware()}, {cores()} threads")
+    options = {"pool": args.pool, "n_ubatch": args.ub, "type_k": args.ct, "type_v": args.ct, "coarse": args.coarse}
+    options |= {"snapshots": True, "share": 0, "prefill": "exact"}
+    what = args.model.name if args.model else args.shape
+    print(f"# Restores, {what}, {args.ct}, pool {args.pool:,}; {hardware()}, {cores()} threads")
     with ExitStack() as stack:
-        model = stack.enter_context(shape_file(args.shape, args.shape_dir))
+        model = args.model or stack.enter_context(shape_file(args.shape, args.shape_dir))
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.folder)))
-        bench = Bench(model, options, folder, 2 * args.pool)
-        for context in args.contexts:
-            file = folder / "text.kvsnap"
-            more, want = bench.make(context, file)
-            uncached(file)
-            from_disk = plain(file)
-            bench.restore(context, file, "memory", plain(file), more, want)
-            bench.restore(context, file, "disk", from_disk, more, want)
-            file.unlink()
+        for policy, context in product(args.policies, args.contexts):
+            bench = Bench(model, {**options, "policy": policy}, folder, 2 * args.pool)
+            saved = bench.make(context, cold=args.cold)
+            uncached(saved.file)
+            from_disk = plain(saved.file)
+            bench.restore(saved, "memory", plain(saved.file))
+            bench.restore(saved, "disk", from_disk)
+            saved.file.unlink()
 
 
 if __name__ == "__main__":
