@@ -224,7 +224,7 @@ MUTANTS = {
     "values of another cell": ("rows.four<type>(4 * c + t,", "rows.four<type>(4 * c + (t ^ 1),"),
     "the pool by the tops of the last cells": ("factor[j] = exp2f(its.top[j] - top);", "factor[j] = 1;"),
     LATE: ("alone ? copied<0>() : copied<1>();", "copied<1>();"),
-    "codes of rows that are not divided": ("__fdiv_rn(1, to.factors[head * k.d + e])", "1.0f"),
+    "codes of rows that are not divided": ("factor = __fdiv_rn(1, to.factors[head * k.d + e]);", "factor = 1;"),
 }
 
 

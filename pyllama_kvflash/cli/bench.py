@@ -1,5 +1,6 @@
 """`kvflash bench`: does a pool give the full cache's answers?"""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,7 +149,8 @@ class Shares(click.ParamType[tuple[float, ...]]):
 
 
 def _variants(text: str) -> tuple[Variant, ...]:
-    return tuple({part: Variant.parse(part) for part in text.split(",")}.values())
+    parts = re.split(r",(?=\D)", text)  # a number after a comma belongs to a value: coarse=4,2
+    return tuple({part: Variant.parse(part) for part in parts}.values())
 
 
 COMMON = params.options(
