@@ -203,8 +203,8 @@ def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: P
 LATE = "rows that are not there yet"  # with MLA keys are values, too, and come alone
 MUTANTS = {
     "another mean": (
-        "mean_of(c, codes, s * each, pass.head)",
-        "mean_of(c, codes, 0, 0)",
+        "mean_of(a.coding[0], codes, min(first + i, n - 1) * (SEGMENT / UNIT), head)",
+        "mean_of(a.coding[0], codes, 0, 0)",
     ),
     "guests in both sums": ("const int32_t u = table[slot];", "const int32_t u = -1;"),
     "the scale of another position": (

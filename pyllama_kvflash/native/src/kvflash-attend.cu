@@ -358,7 +358,7 @@ static cudaStream_t forked(ggml_backend_cuda_context & ctx, const kvf_events & i
 
 static void attend(const kvf_gpu_attend & a, const ggml_tensor * q, const ggml_tensor * words, uint32_t first,
         uint32_t n_token, cudaStream_t stream) {
-    dim3         grid(std::min(a.n_segment(), SEGMENTS) + 1, a.p.n_head_kv * a.n_tile, (n_token + a.n_row - 1) / a.n_row);
+    dim3         grid((a.n_segment() + SEGMENTS - 1) / SEGMENTS + 1, a.p.n_head_kv * a.n_tile, (n_token + a.n_row - 1) / a.n_row);
     const auto * its    = (const int32_t *) words->data;
     const size_t memory = std::max(2 * COLS * a.coding[0].width * sizeof(float), a.n_word() * sizeof(uint32_t));
     launch(a.coding[0].n_bit == 4 ? kvf_prepare<4> : kvf_prepare<2>, grid, dim3(PREPARE), memory, stream, false, a, queries(q),

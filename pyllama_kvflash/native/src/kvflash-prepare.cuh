@@ -6,7 +6,7 @@
 #include "kvflash-attend.cuh"
 
 static constexpr uint32_t PREPARE  = 32 * COLS; // threads: a warp a query
-static constexpr uint32_t SEGMENTS = 64;        // blocks that share them, at most
+static constexpr uint32_t SEGMENTS = 4;         // of a block
 
 // Those that are common, and the guests. to: a bit each
 static __device__ void find_taken(const kvf_gpu_attend & a, const asked & ask, uint32_t seq, uint32_t * to) {
@@ -72,7 +72,46 @@ static __device__ void query_words(const kvf_gpu_attend & a, const float * x, ui
     }
 }
 
-// grid: segments are shared by all blocks but the last one, which has units; passes of a token; tokens
+// multiplied by what rows were divided by, and rotated, by a warp. x: as it is; by: room for factors
+static __device__ void rotate_query(const kvf_gpu_coding & c, const float * factors, float * x, float * by) {
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll 4
+    for (uint32_t e = lane; e < c.d; e += 32) { // on their way meanwhile
+        by[e] = factors[e];
+    }
+    __syncwarp();
+    if (c.n_rot) { hadamard_equal(x, c.d / c.n_rot, c.n_rot); }
+    for (uint32_t e = lane; e < c.d; e += 32) {
+        x[e] *= by[e];
+    }
+    hadamard_powers(x, c.d);
+    __syncwarp();
+}
+
+// with the means of segments from the first one on, SEGMENTS or up to n
+static __device__ void segment_products(const kvf_gpu_attend & a, const kvf_gpu_codes & codes, uint32_t head, uint32_t first,
+        uint32_t n, const float * x, float * to) {
+    const uint32_t width = a.coding[0].width, lane = threadIdx.x % 32;
+    const float *  means[SEGMENTS];
+    float          sums[SEGMENTS] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < SEGMENTS; ++i) {
+        means[i] = mean_of(a.coding[0], codes, min(first + i, n - 1) * (SEGMENT / UNIT), head);
+    }
+    for (uint32_t e = lane; e < width; e += 32) {
+#pragma unroll
+        for (uint32_t i = 0; i < SEGMENTS; ++i) {
+            sums[i] += means[i][e] * x[e];
+        }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < SEGMENTS; ++i) {
+        const float sum = over_lanes(sums[i], add<float>);
+        if (lane == 0 && first + i < n) { to[(first + i) * COLS] = sum * (LOG2E * a.p.scale); }
+    }
+}
+
+// grid: blocks have segments, but the last one has units; passes of a token; tokens
 template <uint32_t N_BIT>
 static __global__ void __launch_bounds__(PREPARE) kvf_prepare(const __grid_constant__ kvf_gpu_attend a,
         const kvf_gpu_queries q, const int32_t * words, uint32_t tokens, uint32_t n) {
@@ -88,45 +127,28 @@ static __global__ void __launch_bounds__(PREPARE) kvf_prepare(const __grid_const
         }
         return;
     }
-    const uint32_t column = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (column / pass.share >= pass.n_row) { return; }
+    const uint32_t column = threadIdx.x / 32, first = blockIdx.x * SEGMENTS;
+    const int32_t  seq = pass.seq_of(of_row, column / pass.share); // of columns past the last token, too, none
+    if (seq < 0) { return; }
+    const uint32_t n_unit    = (ask.blocks(seq) - kvf_gpu_ask::LEN_SEQ)[kvf_gpu_ask::N_UNIT];
+    const uint32_t n_segment = (n_unit + SEGMENT / UNIT - 1) / (SEGMENT / UNIT);
+    if (first > 0 && first >= n_segment) { return; }
+
     const auto &  c     = a.coding[0];
+    const auto    codes = a.codes[0][seq];
     const float * query = (const float *) (q.data + pass.row_of(column) * q.row + pass.head_of(column) * q.head);
     float * const x     = &shared<float>() + column * 2 * c.width;
-    float * const by    = x + c.width;
 #pragma unroll 4
-    for (uint32_t e = lane; e < c.width; e += 32) {
+    for (uint32_t e = threadIdx.x % 32; e < c.width; e += 32) {
         x[e] = e < c.d ? query[e] : 0;
     }
-    const int32_t seq = pass.seq_of(of_row, column / pass.share);
-    if (seq < 0) { return; }
-    const auto    codes   = a.codes[0][seq];
-    const float * factors = codes.factors + pass.head * c.d;
-    fetch_early(mean_of(c, codes, blockIdx.x * (SEGMENT / UNIT), pass.head), c.width * sizeof(float)); // there is room for it
-#pragma unroll 4
-    for (uint32_t e = lane; e < c.d; e += 32) {
-        by[e] = factors[e];
-    }
     __syncwarp();
-    if (blockIdx.x == 0) { plain_query(a, x, column, to.plain); }
-    __syncwarp();
-    if (c.n_rot) { hadamard_equal(x, c.d / c.n_rot, c.n_rot); }
-    for (uint32_t e = lane; e < c.d; e += 32) {
-        x[e] *= by[e];
+    for (uint32_t s = first; s < min(first + SEGMENTS, n_segment); ++s) {
+        fetch_early(mean_of(c, codes, s * (SEGMENT / UNIT), pass.head), c.width * sizeof(float));
     }
-    hadamard_powers(x, c.d);
+    if (first == 0) { plain_query(a, x, column, to.plain); }
     __syncwarp();
-    if (blockIdx.x == 0) { query_words<N_BIT>(a, x, column, to); }
-
-    const uint32_t n_unit = (ask.blocks(seq) - kvf_gpu_ask::LEN_SEQ)[kvf_gpu_ask::N_UNIT], each = SEGMENT / UNIT;
-#pragma unroll 1
-    for (uint32_t s = blockIdx.x; s * each < n_unit; s += gridDim.x - 1) {
-        const float * mean = mean_of(c, codes, s * each, pass.head);
-        float         sum  = 0;
-        for (uint32_t e = lane; e < c.width; e += 32) {
-            sum += mean[e] * x[e];
-        }
-        sum = over_lanes(sum, add<float>);
-        if (lane == 0) { to.base[s * COLS + column] = sum * (LOG2E * a.p.scale); }
-    }
+    rotate_query(c, codes.factors + pass.head * c.d, x, x + c.width);
+    if (first == 0) { query_words<N_BIT>(a, x, column, to); }
+    if (n_segment > 0) { segment_products(a, codes, pass.head, first, n_segment, x, to.base + column); }
 }
