@@ -155,8 +155,8 @@ struct kvf_gpu_attend {
     uint32_t              share, n_tile, n_row; // queries of a head of keys; passes that these take; tokens in a pass
     kvf_gpu_coding        coding[2];
     const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
-    // scratch: [token][n_head][n_part][part_size()], MOST_ROW_PART in all; [pass][pass_size()]; [token][n_word()]: units that
-    // the pool has, a bit each
+    // scratch: [token][n_head][n_part][part_size()], MOST_ROW_PART in all; [pass][pass_size()]; [token][n_word()]: units
+    // that the pool has, a bit each
     float *    parts;
     char *     passes;
     uint32_t * taken;
@@ -179,9 +179,10 @@ struct kvf_gpu_attend {
     }
     KVF_BOTH uint32_t part_size() const { return 2 + n_value(); }
 
-    // A pass is of COLUMNS queries, or fewer, that share a head of keys: those of n_row tokens. bytes of what its blocks need
-    // of them, prepared: words of products of n_step() times 32 values of a key; halves for products with the pool's; [COLUMNS]:
-    // by what products are multiplied, and what is taken off them before; [segment][COLUMNS]: products with the means of segments
+    // A pass is of COLUMNS queries, or fewer, that share a head of keys: those of n_row tokens. bytes of what its blocks
+    // need of them, prepared: words of products of n_step() times 32 values of a key; halves for products with the pool's;
+    // [COLUMNS]: by what products are multiplied, and what is taken off them before; [segment][COLUMNS]: products with the
+    // means of segments
     KVF_BOTH uint32_t n_pass(uint32_t n_token) const { return (n_token + n_row - 1) / n_row * p.n_head_kv * n_tile; }
     KVF_BOTH uint32_t n_step() const { return (coding[0].width + 127) / 128 * 4; }
     KVF_BOTH uint32_t n_segment() const { return (p.ask.n_unit + 255) / 256; }
