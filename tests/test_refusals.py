@@ -84,9 +84,9 @@ def sentence(call: Callable[[], object], kind: type[KVFlashError] = UnsupportedE
     return text
 
 
-def inspect(path: Path) -> dict[str, Any]:
+def inspect(path: Path, *args: str) -> dict[str, Any]:
     """What `kvflash inspect` says."""
-    res = CliRunner().invoke(main, ["inspect", str(path), "--json"])
+    res = CliRunner().invoke(main, ["inspect", str(path), "--json", *args])
     assert res.exit_code == 0, res.output
     found: dict[str, Any] = json.loads(res.stdout)
     return found
@@ -127,9 +127,10 @@ def test_memory_that_is_not_pooled(model_path: Callable[[str], Path], name: str)
         assert np.isfinite(kv.logits()).all()
 
 
+@pytest.mark.parametrize("args", [(), ("-ncmoe", "auto"), ("-ncmoe", "1")])
 @pytest.mark.parametrize("name", ["bert", "t5"])
-def test_inspect_says_that_it_is_not_run(model_path: Callable[[str], Path], name: str) -> None:
-    found = inspect(model_path(name))
+def test_inspect_says_that_it_is_not_run(model_path: Callable[[str], Path], name: str, args: tuple[str, ...]) -> None:
+    found = inspect(model_path(name), *args)
     assert (found["poolable"], found["refusal"]) == (False, str(MODELS[KINDS[name]]))
 
 

@@ -12,9 +12,11 @@ from pyllama_kvflash.engine.memory import device_memory
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes, weights_of
 from pyllama_kvflash.engine.panes import ExactBytes, exact_bytes
 from pyllama_kvflash.engine.placement import drafters, on_host
+from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import Model, add_rpc, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, PoolSize
+from pyllama_kvflash.policy.experts import Placement
 from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.scorers.factory import query_of
 
@@ -68,14 +70,20 @@ class Look:
 
 @contextmanager
 def look(path: Path, options: Options) -> Iterator[Look]:
-    """Look at a model for as long as this is open. Raises as loading.load()."""
+    """Look at a model for as long as this is open. Raises as loading.load(), but for a model of which there is no pool."""
     for server in options.rpc:
         add_rpc(server)
-    placed = placement(path, options)
+    refusal = None
+    try:
+        placed = placement(path, options)
+    except UnsupportedError as err:
+        placed, refusal = Placement(0, options.pool), err
     options, free = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool), free_bytes()
     with Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), no_alloc=True) as model:
         program, options = program_bytes(), options.resolved(model.n_ctx_train)
         seen = probe(model, options)
+        if refusal and seen.refusal is None:
+            raise refusal
         if seen.refusal is not None:
             options = replace(options, pool="off")
         yield Look(model, seen, options, free, program)

@@ -23,7 +23,8 @@ def n_running(code: CodeType, thread: int, owner: object = None) -> int:
 def noted(notes: Notes, method: CodeType, owner: object) -> bool:
     """Note that this thread runs a method of an object, unless another note of it counts: that of a thread whose stack it is on.
 
-    Returns whether it was noted. The method calls this, and takes the note away; one that was cut off need not.
+    Returns whether it was noted. The method calls this, and takes the note away; one that was cut off need not. (Two threads that
+    find such a note at the same instant may both be told so.)
     """
     mine = [get_ident()]
     while (other := notes.setdefault(method, mine)) is not mine:  # setdefault() is atomic
