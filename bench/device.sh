@@ -464,7 +464,7 @@ large)
 recall)
     mkdir -p $at
     case ${2:-1} in
-    1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,fresh,oracle,oracle/replay=0,qk/replay=0,qk/prefill_reselect=false ;;
+    1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,fresh,oracle,oracle/replay=0,qk/replay=0 ;;
     2)
         kvflash bench facts -o $at/facts --docs 8 --variants full,lru,qk-cos,qk,fresh
         kvflash bench facts -o $at/facts64 --docs 1 --facts 64 --variants full,lru,qk,fresh --contexts 8K,16K,32K

@@ -142,7 +142,7 @@ class Paged:
 class Reselect:
     """The scores of all chunks, and the moves that made the best of them resident, when `pos` positions were written.
 
-    reason: "prefill" (between two batches), "question" (at a prompt's end, before its tail runs again) or "decode".
+    reason: "question" (at a prompt's end, before its tail runs again) or "decode".
     scores: one for each chunk, higher is hotter; None: it does not compete (a sink, in the tail, pinned or not full).
     drops, page_ins: chunks that leave the pool, and chunks that come back.
     score_s, apply_s: seconds to score, and to move the chunks.

@@ -35,7 +35,6 @@ class Keywords(TypedDict, total=False):
     share: float
     again: float
     replay: int
-    prefill_reselect: bool
     scorer_model: str | None
     scorer_pool: int
     spec: Spec | None

@@ -127,7 +127,6 @@ class Options:
     share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
     again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
     replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
-    prefill_reselect: bool = True  # choose the pool between the batches of a prompt, too
     scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
     scorer_pool: int = 2048  # the pool of that model
 

@@ -36,7 +36,7 @@ from pyllama_kvflash.policy.scorers import FADES
 
 pytestmark = pytest.mark.native
 
-SMALL: dict[str, Any] = {**SCORED, "tau": 1, "prefill_reselect": False}  # 16 blocks; scored after every token
+SMALL: dict[str, Any] = {**SCORED, "tau": 1}  # 16 blocks; scored after every token
 
 
 #

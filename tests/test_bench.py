@@ -45,11 +45,11 @@ def count_words(text: str) -> int:
 
 
 def test_variant_is_a_policy_with_options_of_its_own() -> None:
-    text = "qk/replay=0/type_k=q8_0/share=0.25/prefill_reselect=false"
+    text = "qk/replay=0/type_k=q8_0/share=0.25/kv_offload=false"
     variant = Variant.parse(text)
     assert (variant.label, variant.policy, variant.full) == (text, "qk", False)
-    assert variant.options == {"replay": 0, "type_k": "q8_0", "share": 0.25, "prefill_reselect": False}
-    assert variant.options["prefill_reselect"] is False
+    assert variant.options == {"replay": 0, "type_k": "q8_0", "share": 0.25, "kv_offload": False}
+    assert variant.options["kv_offload"] is False
     assert Variant.parse("full/type_k=q8_0") == Variant("full/type_k=q8_0", "full", {"type_k": "q8_0"})
     assert Variant.parse("full").full
     assert [Variant.parse(p).options for p in ("full", "oracle", "lru", "qk-cos")] == [{}] * 4
@@ -84,7 +84,7 @@ def test_variant_cannot_set_what_the_bench_sets(part: str) -> None:
             Variant.parse(f"{policy}/{part}")
 
 
-@pytest.mark.parametrize("part", ["replay=", "replay=many", "tau=0x10", "share=1,5", "prefill_reselect=maybe"])
+@pytest.mark.parametrize("part", ["replay=", "replay=many", "tau=0x10", "share=1,5", "kv_offload=maybe"])
 def test_variant_with_a_bad_number(part: str) -> None:
     with pytest.raises(UsageError, match=r"needs (a number|a whole number|true or false)$") as error:
         Variant.parse(f"qk/{part}")

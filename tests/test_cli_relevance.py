@@ -74,7 +74,7 @@ def test_trace_and_plot(long_file: Path, tmp_path: Path, given: Give) -> None:
     shown = [json.loads(line)["event"] for line in res.stdout.splitlines()]
     assert Counter(line["event"] for line in lines[1:]) == Counter(shown)
     chosen = [line for line in lines[1:] if line["event"] == "reselect"]
-    assert {line["reason"] for line in chosen} == {"prefill", "question", "decode"}
+    assert {line["reason"] for line in chosen} == {"question", "decode"}
     assert all(line["scores"][0] is None for line in chosen)  # the sink
     assert all(isinstance(line["scores"][3], float) for line in chosen)
 

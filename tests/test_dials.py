@@ -180,10 +180,10 @@ def test_a_field_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(*args: str) -> Any:
         return parsed("run", *args)["settings"]
 
-    assert found("--set", "tau=4K", "--set", "share=0", "--set", "prefill-reselect=false") == {
+    assert found("--set", "tau=4K", "--set", "share=0", "--set", "kv-offload=false") == {
         "tau": 4096,
         "share": 0.0,
-        "prefill_reselect": False,
+        "kv_offload": False,
     }
     assert found("--set", "tau=1", "--set", "tau=2") == {"tau": 2}
     monkeypatch.setenv("KVFLASH_SET", "tau=3 again=0.1")
@@ -213,7 +213,7 @@ def test_it_reaches_the_run(long_file: Path) -> None:
         ("tau", ("--set tau has no value: give one, such as tau=0",)),
         ("tau=many", ("--set tau: 'many' is not a whole number",)),
         ("share=some", ("--set share: 'some' is not a number",)),
-        ("prefill_reselect=perhaps", ("'perhaps' is not true or false",)),
+        ("kv_offload=perhaps", ("'perhaps' is not true or false",)),
         ("tau=-1", ("--set tau is -1, and must be from 0",)),
         ("policy=lru", ("policy has an option of its own: give --kvflash-policy",)),
         ("spec=ngram", ("there is no such field",)),

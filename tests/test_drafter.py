@@ -176,7 +176,7 @@ def test_scores_come_back_by_the_span_of_the_text(
     """What the drafter finds hot is hot in the target: a rare word, planted, and the one chunk that it scores."""
     at = document.text.index("\n", int(depth * len(document.text))) + 1
     text = document.text[:at] + "Zyzzyva zyzzyva.\n" + document.text[at:]
-    kv = opened(policy="crosstok", scorer_model=str(other_tokenizer), prefill_reselect=False)
+    kv = opened(policy="crosstok", scorer_model=str(other_tokenizer))
 
     def planted(theirs: KVFlash) -> npt.NDArray[np.float64]:
         spans = char_spans([theirs.model.piece(int(t)) for t in theirs.tokens])
@@ -310,7 +310,7 @@ def test_a_drafter_that_is_interrupted_ends_the_generation(
     opened: Open, brief: NeedlePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while it reads: no warning, no other scorer, and the sequence stands."""
-    kv = opened(prefill_reselect=False)
+    kv = opened()
     decode, n = Context.decode, 0
 
     def call(self: Context, *args: Any) -> None:
@@ -430,7 +430,7 @@ def test_scoring_again_reads_what_is_new(
     opened: Open, long_document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """Tokens a scoring do not depend on the length of the context."""
-    kv = opened(policy=policy, tau=32, replay=0, prefill_reselect=False)
+    kv = opened(policy=policy, tau=32, replay=0)
     tokens = kv.tokenize(long_document.text)
     pushed = Pushed(kv, monkeypatch)
     each = []
@@ -457,7 +457,7 @@ def test_scoring_again_reads_what_is_new(
 def test_rollback_of_the_target_rolls_the_drafter_back(
     opened: Open, long_document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv = opened(replay=0, prefill_reselect=False, tau=1 << 20)
+    kv = opened(replay=0, tau=1 << 20)
     tokens = kv.tokenize(long_document.text)
     list(kv.prefill(tokens[:2000]))
     theirs = inner(kv)
@@ -473,7 +473,7 @@ def test_rollback_of_the_target_rolls_the_drafter_back(
     assert pushed.take() == 100
     theirs.check_integrity()
 
-    fresh = opened(replay=0, prefill_reselect=False, tau=1 << 20)  # and the scores are those of that text
+    fresh = opened(replay=0, tau=1 << 20)  # and the scores are those of that text
     list(fresh.prefill(tokens[:1200]))
     for at in range(1200, 1300, 50):
         fresh.decode(other[at : at + 50])

@@ -172,7 +172,6 @@ def test_bad_value_is_a_usage_error_in_one_sentence(
         *({"again": share} for share in (0, 1e-9, 0.03, 1)),
         {"replay": 0},
         {"replay": 1 << 30},
-        {"prefill_reselect": False},
         {"scorer_model": "other.gguf", "scorer_pool": 1},
         {"type_k": "q8_0", "type_v": "q4_0"},
         *({"flash_attn": mode} for mode in ("auto", "on", "off")),

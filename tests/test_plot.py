@@ -72,8 +72,6 @@ class Run:
 
     def prefill(self, total: int, batch: int = 256) -> "Run":
         for begin in range(0, total, batch):
-            if begin and self.scored:
-                self.reselect("prefill")
             done = min(begin + batch, total)
             self.write(done - begin)
             self.lines.append({"event": "prefill", "done": done, "total": total, "seconds": 0.1})

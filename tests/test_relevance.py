@@ -170,7 +170,6 @@ def test_the_same_seed_gives_the_same_events(
         prompt = short.text + short.needles[2].question
         events = list(kv.generate(prompt, max_tokens=150, sampling=Sampling(temperature=0.8, seed=7)))
         runs.append([plain(e) for e in events])
-    assert len(reselects(runs[0], "prefill")) > 3
     (question,) = reselects(runs[0], "question")
     scored_at = [e.pos for e in reselects(runs[0], "decode") if e.pos != question.pos]
     # every 16 tokens, or every 32 once that is measured: at the end of the prompt, if its last token may be decoded again

@@ -62,7 +62,7 @@ def begun(opened: Open, monkeypatch: pytest.MonkeyPatch, phase: str) -> tuple[KV
     """A run in which the queries were just asked for, or a scoring began, or chunks of its plan are on their way in."""
     monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)  # one chunk a step
     scorer = Held()
-    kv = opened(policy=scorer, tau=16, prefill_reselect=False, replay=0)
+    kv = opened(policy=scorer, tau=16, replay=0)
     assert len(reselects(read(kv, START))) == 1
     assert reselects(feed(kv, PHASES[phase])) == [] or phase == "in flight"
     selector = kv.sequence.selector
@@ -123,7 +123,7 @@ def test_what_comes_after_a_change_is_what_comes_without_a_scoring(
     """Logits after a cancelled scoring are those of a run in which none was begun."""
     act, _ = CHANGES[change]
     kv, _ = begun(opened, monkeypatch, phase)
-    control = opened(policy=Given(other_ones), tau=1 << 20, prefill_reselect=False, replay=0)
+    control = opened(policy=Given(other_ones), tau=1 << 20, replay=0)
     read(control, START)
     feed(control, kv.n_tokens)
     for one in (kv, control):
@@ -160,7 +160,7 @@ def test_what_comes_after_a_change_is_what_comes_once_all_has_landed(
 
 
 def test_a_prompt_that_is_given_up_is_no_end_of_scoring(opened: Open) -> None:
-    """Between its batches something is always under way, with no step of an answer where it would be due."""
+    """Between its batches nothing is under way, also where it was before: the tokens of the answer count."""
     for n in (1, 2):
         scorer = Given(oldest)
         kv = opened(policy=scorer, tau=16)
@@ -218,7 +218,7 @@ def test_a_spread_plan_reaches_what_one_that_is_applied_at_once_does(
     runs = []
     for flight in (1, 1 << 40):
         monkeypatch.setattr(flights, "FLIGHT_BYTES", flight)
-        kv = opened(policy=Given(other_ones), tau=64, prefill_reselect=False, replay=0)
+        kv = opened(policy=Given(other_ones), tau=64, replay=0)
         read(kv, 1312)
         feed(kv, 1391)
         before = kv.residency().state
@@ -248,7 +248,7 @@ def test_a_spread_plan_reaches_what_one_that_is_applied_at_once_does(
 def test_chunks_on_their_way_in_are_scored(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that is not done when the next scoring begins: they compete as all others do, and none is hot unasked."""
     monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)
-    kv = opened(policy=Given(other_ones), tau=4, prefill_reselect=False)
+    kv = opened(policy=Given(other_ones), tau=4)
     read(kv, 1300)
     n = 0
     for _ in range(20):

@@ -50,7 +50,7 @@ def test_the_end_is_run_as_on_a_pool_that_was_chosen_before(
     """Bit for bit where no state is kept beside the chunks: the first run of the end leaves nothing behind."""
     n_batch, replay = sizes
     start, end = 1472, 1472 + replay
-    kv = opened(name, policy=Given(oldest), n_batch=n_batch, replay=replay, prefill_reselect=False)
+    kv = opened(name, policy=Given(oldest), n_batch=n_batch, replay=replay)
     seen = Decoded(kv, monkeypatch)
     events = read(kv, end)
     (chosen,) = reselects(events)
@@ -83,7 +83,7 @@ def test_the_end_is_run_as_on_a_pool_that_was_chosen_before(
 
 def test_the_end_by_public_calls(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Page the same chunks, go back, decode the end: the same logits."""
-    kv, control = opened(policy=Given(oldest), prefill_reselect=False), opened(policy="lru")
+    kv, control = opened(policy=Given(oldest)), opened(policy="lru")
     seen = Decoded(kv, monkeypatch)
     (chosen,) = reselects(read(kv, 2560))
     for pos, n in seen.calls[:-1]:
@@ -112,7 +112,7 @@ def test_without_replay_nothing_is_run_again(opened: Open, monkeypatch: pytest.M
 def test_what_was_resident_is_not_run_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the choice brings nothing in, the first run was right."""
     newest = Given(lambda view: np.arange(len(view.candidates), dtype=np.float64))
-    kv = opened(policy=newest, prefill_reselect=False)
+    kv = opened(policy=newest)
     seen = Decoded(kv, monkeypatch)
     (chosen,) = reselects(read(kv, 2500), "question")
     assert chosen.page_ins == ()

@@ -83,7 +83,7 @@ def test_a_scorer_that_fails_while_decoding(opened: Open) -> None:
         n += 1
         return boom(view) if n > 3 else oldest(view)
 
-    kv = opened(policy=Given(later), tau=16, prefill_reselect=False, again=0)
+    kv = opened(policy=Given(later), tau=16, again=0)
     read(kv, 2000)
     events = feed(kv, 2200)
     warnings = [e for e in events if isinstance(e, Warn)]

@@ -100,20 +100,6 @@ def test_a_token_that_is_decoded_again_is_a_part_of_what_scoring_costs() -> None
     assert (schedule.cost_s, schedule.interval) == (0.1, 2)
 
 
-def test_a_longer_prompt_takes_longer_to_score() -> None:
-    """What was measured of fewer chunks is no measure for more; nothing is known before the first."""
-    schedule = Schedule(2, 0.05, within=True, free=True)
-    schedule.grown(8.0)
-    assert schedule.cost_s == 0
-    schedule.step(1, 1.0)
-    schedule.scored(0.1, 0.0)
-    assert schedule.lag == 0
-    schedule.grown(3.4)
-    assert (schedule.beside, schedule.lag, schedule.interval) == (True, 4, 8)
-    schedule.grown(0.1)
-    assert schedule.lag == 4
-
-
 def test_on_a_cpu_scoring_stays_within_the_token_however_seldom_that_is() -> None:
     schedule = measured(Schedule(2, 0.03, within=True, free=False), 1.0, 1e3)
     assert (schedule.beside, schedule.lag, schedule.interval) == (False, 0, 2 << 15)

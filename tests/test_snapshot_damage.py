@@ -221,7 +221,7 @@ def test_a_damaged_record_that_another_prompt_shares_is_read_anew(opened: Open, 
 @pytest.mark.usefixtures("wordless")
 def test_a_damaged_record_is_found_in_the_middle_of_an_answer(opened: Open, saved: Path, snap: Path) -> None:
     """The answer goes on as that of a run which read all of it up to there."""
-    kv, cold = (opened(policy=Odd("chance"), prefill_reselect=False) for _ in range(2))
+    kv, cold = (opened(policy=Odd("chance")) for _ in range(2))
 
     def run() -> list[Event]:
         return list(kv.generate(MORE[:100], max_tokens=80, sampling=GREEDY, append=True))

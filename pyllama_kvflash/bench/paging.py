@@ -118,7 +118,6 @@ class Paging:
             "tau": self.tau,
             "share": 0.0,
             "replay": 0,
-            "prefill_reselect": False,
         }
 
 

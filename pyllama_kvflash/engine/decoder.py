@@ -218,7 +218,7 @@ class Decoder:
         events: list[Event] = [paged for paged in moved if paged]
         if selector:
             queries, mass = [selector.queries()], sequence.attended(1)
-            events += sequence.reselect_now("decode", queries, 1, self._options.n_swaps, mass=mass)
+            events += sequence.reselect_now("decode", queries, self._options.n_swaps, mass=mass)
         return events
 
     def missed(self, events: Sequence[Event]) -> bool:
@@ -244,7 +244,7 @@ class Decoder:
             for paged in (moved, self._batch(np.array([token], np.int32))):
                 if paged:
                     yield paged
-            events = list(sequence.reselect_now("decode", [selector.queries()], 1, self._options.n_swaps))
+            events = list(sequence.reselect_now("decode", [selector.queries()], self._options.n_swaps))
             selector.schedule.repeated()
             yield from events
 
@@ -268,7 +268,7 @@ class Decoder:
         yield from self._read_exactly(tokens, marks) if exactly else self._read_through_pool(tokens, marks)
 
     def _read_through_pool(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
-        """Decode tokens in batches that see what the pool holds; the pool is chosen anew between them."""
+        """Decode tokens in batches that see what the pool holds; it is chosen anew for the last ones."""
         sequence, n, done = self.sequence, len(tokens), 0
         begin = time.perf_counter()
         n_tail = self._n_replayed(n)
@@ -286,8 +286,6 @@ class Decoder:
             done += size
             if last:
                 sequence.ctx.synchronize()
-            elif self._options.prefill_reselect:
-                yield from sequence.reselect_between(min(self.n_batch, n - done))
             seconds = time.perf_counter() - begin
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
@@ -323,7 +321,7 @@ class Decoder:
             n_asking = min(wanted, n_last, sequence.ctx.q_tap)  # fewer if another scorer took over
             queries = [selector.queries(back) for back in reversed(range(n_asking))]
             mass = sequence.attended(n_asking)
-            yield from sequence.reselect_now("question", queries, 1, mass=mass)
+            yield from sequence.reselect_now("question", queries, mass=mass)
         sequence.lay_out()
 
     def _is_too_long(self, n: int) -> bool:
@@ -360,7 +358,7 @@ class Decoder:
                 yield paged
             queries += [selector.queries(back) for back in reversed(range(n))]
         moved = False
-        for event in sequence.reselect_now("question", queries, 1):
+        for event in sequence.reselect_now("question", queries):
             moved |= isinstance(event, Reselect) and bool(event.page_ins)
             yield event
         if moved and self._options.replay:
@@ -369,7 +367,7 @@ class Decoder:
                 if paged:
                     yield paged
             if selector.repeats:
-                seen = list(sequence.reselect_now("decode", [selector.queries()], 1, self._options.n_swaps))
+                seen = list(sequence.reselect_now("decode", [selector.queries()], self._options.n_swaps))
                 yield from seen
                 yield from self.again(seen)
 

@@ -170,7 +170,7 @@ class KVSequence:
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
         """Decode tokens (n,) in batches after what is in the context; the last one gets logits.
 
-        Chooses the pool anew between batches, and for the last tokens, which then run again (tail replay). Yields
+        Chooses the pool anew for the last tokens, which then run again (tail replay). Yields
         Paged, Reselect, Warn and Prefill. Raises as generate().
         """
         ids = self.model.ids(tokens)
@@ -348,7 +348,7 @@ class KVSequence:
         """Score all chunks with the last token's queries, and bring back the best. None: nothing is out, or lru."""
         if self.sequence.selector is None or not self.sequence.selector.needed:
             return None
-        events = list(self.sequence.reselect_now("decode", [self.sequence.queries()], 1))
+        events = list(self.sequence.reselect_now("decode", [self.sequence.queries()]))
         return next((e for e in events if isinstance(e, Reselect)), None)
 
     #

@@ -142,12 +142,6 @@ class Schedule:
             score_s, apply_s, copy_s = self._costs[-1]
             self._costs[-1] = score_s, apply_s + (self._step_s or 0.0), copy_s
 
-    def grown(self, score_s: float) -> None:
-        """Raise the measured scoring times to score_s: more of a prompt was read, and they were measured on fewer
-        chunks.
-        """
-        self._costs = [(max(score_s, score), apply, copy) for score, apply, copy in self._costs]
-
     def begin(self) -> bool:
         """Return whether to begin scoring now, and if so count it as begun. To be asked once a step."""
         if self._begun or self._n < self.interval:

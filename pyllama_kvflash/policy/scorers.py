@@ -97,8 +97,8 @@ class Scorer(Protocol):
     name: shown in reports.
     summary: what to keep of the keys of each sealed chunk ("centroid:4", "mean", ...); None: nothing.
     query: whose queries the view has: "last" (the last token's), "last:N" (those of the last N tokens) or "question"
-        (those of all tokens at the end of the prompt that are run again). Between the batches of a prompt, and while
-        decoding, it is always the last token's.
+        (those of all tokens at the end of the prompt that are run again). While decoding, it is always the last
+        token's.
 
     If it has a true attribute `shares`, its scores are shares of a token's attention: a token that missed chunks with a
     large share is then decoded again, see Options.again.

@@ -20,6 +20,7 @@ from pyllama_kvflash.pool.pager import Pager
 COPIED = 32e9
 """Bytes per second to a device, roughly: PCIe 4."""
 _LAYER_THREADS = 8  # more would only wait for memory
+_N_FREE = 1  # blocks that a choice leaves free, for the next token
 
 Scored = tuple[Scores, float]
 
@@ -54,7 +55,7 @@ class Selector:
         self._into = ctx.host_buffer(4 * sum(n * m for n, m in self._shapes)).view(np.float32)
         self._ticket: int | None = None
         self._ticked: float | None = None
-        self._orphaned = False  # begun by a prompt or by a step that was cut off: the next token discards it
+        self._orphaned = False  # begun by a step that was cut off: the next token discards it
 
     def close(self) -> None:
         """End the threads."""
@@ -130,10 +131,10 @@ class Selector:
             else:
                 self.schedule.restart()
         if self._ticket is not None and (asked or not self.schedule.beside):
-            self.begin(tokens(), [self._answer()], n_free=1)
+            self.begin(tokens(), [self._answer()])
         event = None
         if self._job is not None and self.schedule.apply():
-            event = self.finish("decode", n_tokens, 1, self._n_most, spread=True)
+            event = self.finish("decode", n_tokens, self._n_most, spread=True)
         self._orphaned = False
         return event
 
@@ -174,33 +175,15 @@ class Selector:
             return 1
         return self.schedule.n_until(due=self._job is not None)
 
-    def batch(self, tokens: Callable[[], Tokens], n_tokens: int, n_free: int) -> Reselect | None:
-        """Choose the pool for a prompt's next batch, while one is being computed.
-
-        The choice uses the queries of the previous batch, and runs during this one. On a CPU this batch is done by now: the
-        choice uses its queries. n_tokens: positions written. n_free: blocks to leave free.
-        """
-        self._orphaned = True
-        if self._on_cpu:
-            self.ask()
-        event = None
-        if self._ticket is not None:
-            self.begin(tokens(), [self._answer()], n_free)
-            event = self.finish("prefill", n_tokens, n_free)
-        if not self._on_cpu:
-            self.ask()
-        return event
-
     def now(
         self,
         reason: str,
         tokens: Tokens,
         queries: Sequence[Queries],
-        n_free: int,
         n_most: int | None = None,
         mass: Floats | None = None,
     ) -> Reselect:
-        """Score and change the pool at once. n_free: blocks to leave free. n_most: the most chunks to bring in.
+        """Score and change the pool at once. n_most: the most chunks to bring in.
 
         mass: what the queries attend to, see policy.View.
         """
@@ -210,8 +193,8 @@ class Selector:
         self._orphaned = True
         self._pager.flights.cut_short()
         self._pager.wait_stored()
-        self.begin(tokens, queries, n_free, close=reason == "question", mass=mass)
-        event = self.finish(reason, len(tokens), n_free, n_most)
+        self.begin(tokens, queries, close=reason == "question", mass=mass)
+        event = self.finish(reason, len(tokens), n_most)
         self.schedule.restart()
         self._orphaned = False
         return event
@@ -220,7 +203,6 @@ class Selector:
         self,
         tokens: Tokens,
         queries: Sequence[Queries],
-        n_free: int,
         *,
         close: bool = False,
         mass: Floats | None = None,
@@ -240,7 +222,7 @@ class Selector:
             scales=self._scales,
             n_whole=self._pager.n_whole,
             summaries=self._pager.summaries,
-            room=max(0, room_for_candidates(ledger, n_free) + ledger.n_in_flight),
+            room=max(0, room_for_candidates(ledger, _N_FREE) + ledger.n_in_flight),
             keys=self._pager.keys if close else None,
             each=self._each,
             mass=mass,
@@ -248,13 +230,10 @@ class Selector:
         self._at_once = close or not self.schedule.beside
         self._job = self._start(self._view, self._pager.summarising)
 
-    def finish(
-        self, reason: str, pos: int, n_free: int, n_most: int | None = None, *, spread: bool = False
-    ) -> Reselect:
+    def finish(self, reason: str, pos: int, n_most: int | None = None, *, spread: bool = False) -> Reselect:
         """Wait for the scores, and make the best chunks resident.
 
         pos: positions written, for the event.
-        n_free: blocks to leave free.
         n_most: the most chunks to bring in; None: no limit.
         spread: move the chunks over several steps, none of which waits for a copy.
         """
@@ -269,16 +248,12 @@ class Selector:
                 raise
             scores, score_s = self._fall_back(err, view)
         self._job = self._view = None
-        if reason == "prefill":
-            scores = self._with_later(scores)
         begin, now = time.perf_counter(), scores
         if reason == "decode" and shares(self.scorer):
             scores = faded(scores, self._pager.ledger.score[: len(scores)])
-        plan = self._pager.reselect(scores, n_free, n_most, spread=spread and self.schedule.beside)
+        plan = self._pager.reselect(scores, _N_FREE, n_most, spread=spread and self.schedule.beside)
         apply_s = time.perf_counter() - begin
-        if reason == "prefill":
-            self.schedule.grown(score_s)
-        elif reason == "decode":
+        if reason == "decode":
             copied = 0 if self._on_cpu else len(plan.page_ins) * self._pager.records.record_bytes
             self.schedule.scored(score_s, apply_s, copied / COPIED)
         self.n_done += 1
@@ -289,19 +264,6 @@ class Selector:
         known = [c for c in plan.page_ins if c < len(now)]  # the others were written after scoring began
         missed = float(np.nansum(now[known])) if shares(self.scorer) else 0.0
         return Reselect(pos, reason, tuple(shown), plan.drops, plan.page_ins, score_s, apply_s, missed)
-
-    def _with_later(self, scores: Scores) -> Scores:
-        """Return the scores with the median for chunks written since scoring began.
-
-        While decoding these rank above all others, but then they are few: here they would fill the pool.
-        """
-        candidates = self._pager.ledger.candidates()
-        res = np.full(len(candidates), np.nan)
-        res[: len(scores)] = scores
-        known = ~np.isnan(res)
-        if known.any():
-            res[candidates & ~known] = np.median(res[known])
-        return res
 
     def cancel(self) -> None:
         """Wait for a scoring under way, and discard it."""

@@ -371,33 +371,20 @@ class PooledSequence:
         self,
         reason: str,
         queries: Sequence[Queries],
-        n_next: int,
         n_most: int | None = None,
         mass: Floats | None = None,
     ) -> Iterator[Event]:
-        """Score and repage at once, leaving room for n_next tokens. n_most: the most chunks to bring in.
+        """Score and repage at once. n_most: the most chunks to bring in.
 
         mass: what the queries attend to, see policy.View.
         """
         selector = self.selector
         if selector is None or not selector.needed:
             return
-        n_free = self.paged.ledger.new_chunks(n_next)
         with self.step():
-            event = selector.now(reason, self.tokens, queries, max(1, n_free), n_most, mass)
+            event = selector.now(reason, self.tokens, queries, n_most, mass)
         yield from self._warnings(selector)
         yield event
-
-    def reselect_between(self, n_next: int) -> Iterator[Event]:
-        """Choose the pool anew between two batches of a prompt. n_next: the most tokens of the next batch."""
-        selector = self.selector
-        if selector is None or not selector.needed:
-            return
-        with self.step():
-            event = selector.batch(lambda: self.tokens, self.n_tokens, max(1, self.paged.ledger.new_chunks(n_next)))
-        yield from self._warnings(selector)
-        if event:
-            yield event
 
     def tick(self, n_new: int) -> list[Event]:
         """After n_new tokens were decoded, score and repage if the schedule says so. Returns what happened."""

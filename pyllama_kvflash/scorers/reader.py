@@ -157,7 +157,6 @@ class Reader:
                 pool=o.scorer_pool,
                 prefill="pool",
                 policy=ZMax(),
-                prefill_reselect=False,
                 replay=0,
             )
             kv = self._open(self.path, small)

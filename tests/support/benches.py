@@ -18,7 +18,7 @@ from support import commands
 
 FILES = {f"results.{kind}" for kind in ("md", "csv", "json", "jsonl", "png")}  # what a bench writes
 ONE_THREAD = {"n_threads": 1}
-FORGETFUL = "qk/prefill=pool/replay=0/prefill_reselect=false/share=0/tail=9"  # has few blocks for what it brings back
+FORGETFUL = "qk/prefill=pool/replay=0/share=0/tail=9"  # has few blocks for what it brings back
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, folder: Path, *argv: str) -> None:
