@@ -257,6 +257,34 @@ def test_logits_rise(case_of: Callable[..., Case], tmp_path: Path, is_right: boo
     assert (off < NEAR) == is_right
 
 
+PASSES = "    fibers::hide(a.passes, (size_t) a.n_pass(n_token) * a.pass_size());\n"
+TAKEN = "    fibers::hide(a.taken, (size_t) n_token * a.n_word() * sizeof(uint32_t));\n"
+PARTS = "    fibers::hide(a.parts, (size_t) n * a.p.n_head * n_part * a.part_size() * sizeof(float));\n"
+ATTEND, MIX = "    grid.x            = a.n_part(q->ne[2]);", "        launch_early(kernel, dim3(a.p.n_head, n)"
+HIDDEN = ((ATTEND, PASSES + TAKEN + ATTEND), (MIX, PARTS + MIX))
+"""Changes by which a block sees nothing of the kernel ahead before it waits for that."""
+EARLY = {
+    "nothing": (),
+    "what is prepared": (
+        "    ggml_cuda_pdl_sync();\n    read_pass(a, at, task, pass, m);",
+        "    read_pass(a, at, task, pass, m);\n    ggml_cuda_pdl_sync();",
+    ),
+    "queries for the pool": (
+        "            ggml_cuda_pdl_sync();\n            read_plain(a, at, task, pass);",
+        "            read_plain(a, at, task, pass);\n            ggml_cuda_pdl_sync();",
+    ),
+    "parts": ("    ggml_cuda_pdl_sync();\n    mix_read first(", "    mix_read first("),
+}
+
+
+@pytest.mark.nightly(KERNELS)
+@pytest.mark.parametrize("read", EARLY)
+def test_kernels_that_begin_early(case_of: Callable[..., Case], tmp_path: Path, read: str) -> None:
+    wrong = [EARLY[read]] if EARLY[read] else []
+    off, _ = both(case_of("qwen3"), mutated(tmp_path, *HIDDEN, *wrong), bits=(4, 4), n_blocks=4)
+    assert (off < NEAR) == (not wrong)
+
+
 @pytest.mark.nightly(KERNELS)
 @pytest.mark.parametrize("is_right", [True, False])
 def test_free_slots_are_filled(case_of: Callable[..., Case], library: Path, tmp_path: Path, is_right: bool) -> None:

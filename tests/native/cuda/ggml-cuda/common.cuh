@@ -104,6 +104,21 @@ inline std::vector<std::unique_ptr<block>> blocks;
 inline block *                             now = nullptr;
 inline jmp_buf                             outside;
 
+// what the kernel ahead has written: of a kernel that begins early, a block sees it after ggml_cuda_pdl_sync() (tests name it)
+struct hidden {
+    char *            at;
+    std::vector<char> bytes;
+};
+
+inline std::vector<hidden> all_hidden;
+
+inline void hide(void * at, size_t size) { all_hidden.push_back({(char *) at, {(char *) at, (char *) at + size}}); }
+inline void show() {
+    for (const auto & h : all_hidden) {
+        memcpy(h.at, h.bytes.data(), h.bytes.size());
+    }
+}
+
 inline dim3 thread() {
     const uint32_t i = now->now;
     return {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
@@ -178,6 +193,9 @@ inline void begin(block & b) {
         b.warps[i / 32].here.n++;
     }
     memset(b.shared.get(), 0xa5, SHARED); // what a kernel did not write it must not read
+    for (const auto & h : all_hidden) {
+        memset(h.at, 0xfe, h.bytes.size());
+    }
 }
 
 // until it waits for other blocks, or has ended
@@ -436,10 +454,12 @@ template <typename... P, typename... A>
 void ggml_cuda_kernel_launch(void (*kernel)(P...), const ggml_cuda_kernel_launch_params & how, A &&... args) {
     const cudaLaunchConfig_t config = {how.grid, how.block, how.memory, how.stream, nullptr, 0};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<A>(args)...));
+    fibers::show();
+    fibers::all_hidden.clear();
 }
 
 // a kernel is over before the next one begins
-inline void ggml_cuda_pdl_sync() {}
+inline void ggml_cuda_pdl_sync() { fibers::show(); }
 inline void ggml_cuda_pdl_lc() {}
 
 struct cudaPointerAttributes {
