@@ -52,12 +52,12 @@ LLAMA_8B = Heads(32, 8, 128, 128), 36  # of each layer, and layers
 
 
 def test_what_is_kept_free_follows_the_shape() -> None:
-    """The 8B shape at 128K: shares of 8 tokens' attention and partial sums, 24 MiB, and tables; and the layer that needs the most
-    decides.
+    """The 8B shape at 128K: shares of 8 tokens' attention and partial sums, 24 MiB, prepared queries, 2 MiB, and tables; and the
+    layer that needs the most decides.
     """
     heads, n_layer = LLAMA_8B
     choice = GpuChoice((heads,) * n_layer, 128 << 10, 1, 4096, 64)
-    assert 24 * MIB < choice.n_bytes < 28 * MIB
+    assert 26 * MIB < choice.n_bytes < 30 * MIB
     assert replace(choice, heads=(heads,)).n_bytes > choice.n_bytes - 2 * MIB
     wide = Heads(64, 16, 128, 128)
     one, all_ = (replace(choice, heads=(wide,) * n + (heads,) * (n_layer - n)).n_bytes for n in (1, n_layer))

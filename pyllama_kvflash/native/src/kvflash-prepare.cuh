@@ -8,7 +8,7 @@
 static constexpr uint32_t PREPARE  = 32 * COLS; // threads: a warp a query
 static constexpr uint32_t SEGMENTS = 4;         // of a block
 
-// Those that are common, and the guests. to: a bit each
+// the units of a sequence that the pool has: common ones and guests. to: a bit each
 static __device__ void find_taken(const kvf_gpu_attend & a, const asked & ask, uint32_t seq, uint32_t * to) {
     uint32_t * const taken  = &shared<uint32_t>();
     const int32_t *  table  = a.p.guests[seq].table;
@@ -28,7 +28,7 @@ static __device__ void find_taken(const kvf_gpu_attend & a, const asked & ask, u
     __syncthreads();
 }
 
-// as halves, scaled, of four values a lane that multiplies them: [16 values][lane]
+// A query as halves, scaled, for products with the pool's rows: [16 values][lane], four values each. x: as it is
 static __device__ void plain_query(const kvf_gpu_attend & a, const float * x, uint32_t column, uint2 * to) {
     const uint32_t d = a.coding[0].d;
     for (uint32_t i = threadIdx.x % 32; i < a.n_plain() / COLS; i += 32) {
@@ -41,7 +41,7 @@ static __device__ void plain_query(const kvf_gpu_attend & a, const float * x, ui
     }
 }
 
-// x: rotated
+// A query as bytes, for products with codes. x: rotated
 template <uint32_t N_BIT>
 static __device__ void query_words(const kvf_gpu_attend & a, const float * x, uint32_t column, const prepared_pass & to) {
     constexpr uint32_t EACH = 4 / N_BIT; // products with the same words
@@ -72,7 +72,7 @@ static __device__ void query_words(const kvf_gpu_attend & a, const float * x, ui
     }
 }
 
-// multiplied by what rows were divided by, and rotated, by a warp. x: as it is; by: room for factors
+// A query times what rows were divided by, and rotated, by a warp. by: room for these factors
 static __device__ void rotate_query(const kvf_gpu_coding & c, const float * factors, float * x, float * by) {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll 4
@@ -88,7 +88,7 @@ static __device__ void rotate_query(const kvf_gpu_coding & c, const float * fact
     __syncwarp();
 }
 
-// with the means of segments from the first one on, SEGMENTS or up to n
+// products of a rotated query with the means of segments: SEGMENTS from the first one on, or up to n
 static __device__ void segment_products(const kvf_gpu_attend & a, const kvf_gpu_codes & codes, uint32_t head, uint32_t first,
         uint32_t n, const float * x, float * to) {
     const uint32_t width = a.coding[0].width, lane = threadIdx.x % 32;
@@ -111,7 +111,8 @@ static __device__ void segment_products(const kvf_gpu_attend & a, const kvf_gpu_
     }
 }
 
-// grid: blocks have segments, but the last one has units; passes of a token; tokens
+// grid: blocks for SEGMENTS segments each, the first of which writes the queries, too, and one for units; passes of a token;
+// tokens
 template <uint32_t N_BIT>
 static __global__ void __launch_bounds__(PREPARE) kvf_prepare(const __grid_constant__ kvf_gpu_attend a,
         const kvf_gpu_queries q, const int32_t * words, uint32_t tokens, uint32_t n) {
