@@ -80,7 +80,7 @@ static __device__ void put_values(const kvf_gpu_attend & a, const attend_places 
     }
 }
 
-// tokens: of the batch, from the first one on, n of them.
+// tokens: of the batch, from the first one on, n of them
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __global__ void __launch_bounds__(AT, 4) kvf_attend(
         const __grid_constant__ kvf_gpu_attend a, const int32_t * words, uint32_t tokens, uint32_t n) {

@@ -13,7 +13,7 @@ static __device__ uint64_t slot_of(const kvf_gpu_coding & c, uint32_t u, uint32_
     return ((uint64_t) (u / CODE_TILE) * c.n_head + head) * CODE_TILE + u % CODE_TILE;
 }
 
-static __device__ const float * mean_of(const kvf_gpu_coding & c, const kvf_gpu_codes & of, uint32_t u, uint32_t head) {
+static __device__ float * mean_of(const kvf_gpu_coding & c, const kvf_gpu_codes & of, uint32_t u, uint32_t head) {
     return of.means + ((uint64_t) (u * UNIT / SEGMENT) * c.n_head + head) * c.width;
 }
 

@@ -91,9 +91,11 @@ static __global__ void __launch_bounds__(AT) kvf_means(const kvf_gpu_coder * cod
         x[e] = is ? __fmul_rn((float) (sums[2 * e] / n), __fdiv_rn(1, to.factors[head * k.d + e])) : 0;
     }
     hadamard_blocks(x, k.d, stride_of(k), 1);
-    float * const mean = to.means + ((uint64_t) segment * k.n_head + head) * k.width;
+    const bool    own  = n > 0 || segment == 0;
+    float * const mean = mean_of(k, to, segment * (SEGMENT / UNIT), head);
+    const float * its  = own ? x : mean_of(k, to, (segment - 1) * (SEGMENT / UNIT), head);
     for (uint32_t e = threadIdx.x; e < k.width; e += AT) {
-        mean[e] = n > 0 || segment == 0 ? x[e] : mean[(int64_t) e - (int64_t) k.n_head * k.width];
+        mean[e] = its[e];
     }
 }
 

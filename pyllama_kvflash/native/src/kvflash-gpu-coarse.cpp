@@ -112,7 +112,7 @@ void gpu_coarse::lay_out_codes() {
             in.take(n_layer * n_seq * sizeof(kvf_gpu_codes)), in.take(n_layer * n_seq * sizeof(kvf_gpu_codes))};
     const size_t at_layers = in.take(n_layer * sizeof(kvf_gpu_layer));
     uint32_t     n_query = 0, width = 0;
-    size_t       passes = 0;
+    size_t       passes = 0, taken = 0;
     for (uint32_t kind = 0; kind < 2; ++kind) {
         at[kind].assign(n_layer, {});
         for (uint32_t i = 0; i < n_layer; ++i) {
@@ -141,16 +141,15 @@ void gpu_coarse::lay_out_codes() {
     for (const auto & a : attends) {
         if (a.share == 0) { continue; }
         passes = std::max(passes, (size_t) a.n_pass(kvf_gpu_attend::MOST_TOKEN) * a.pass_size());
+        taken  = kvf_gpu_attend::MOST_TOKEN * a.n_word() * sizeof(uint32_t); // alike in all layers
     }
-    const uint32_t n_word = (layers[0].ask.n_unit + 31) / 32;
 
     at_coders              = in.take(n_layer * 2 * sizeof(kvf_gpu_coder));
     at_sums                = in.take((size_t) n_layer * 2 * n_sum * 2 * sizeof(double));
     at_chunks              = in.take((size_t) n_record * sizeof(void *));
     const size_t at_parts  = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * widest.part_size() * sizeof(float));
-    const size_t at_passes = in.take(passes);
-    const size_t at_taken  = in.take((size_t) kvf_gpu_attend::MOST_TOKEN * n_word * sizeof(uint32_t));
-    coded                  = kvf_gpu_memory(buft, in.end);
+    const size_t at_passes = in.take(passes), at_taken = in.take(taken);
+    coded = kvf_gpu_memory(buft, in.end);
 
     for (auto & a : attends) {
         a.parts  = (float *) coded.at(at_parts);
