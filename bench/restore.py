@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +28,7 @@ import numpy as np
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.shapes import SHAPES, Shape, shape_file
-from pyllama_kvflash.bench.steps import hardware
+from pyllama_kvflash.bench.steps import decode_steps, hardware
 from pyllama_kvflash.native import Context, Record
 from pyllama_kvflash.native.checksum import Checksum
 from pyllama_kvflash.native.guests import Guests
@@ -170,12 +171,15 @@ class Saved:
 
 @dataclass
 class Bench:
-    """A model file, what it is opened with, and a folder for snapshots. short: tokens of the text whose records stand for all."""
+    """A model file, what it is opened with, and a folder for snapshots. short: tokens of the text whose records stand for all.
+    steps: tokens to decode after a restore.
+    """
 
     model: Path
     options: dict[str, Any]
     folder: Path
     short: int
+    steps: int
 
     def open(self, context: int) -> KVFlash:
         """Open the model for a text and more."""
@@ -215,11 +219,13 @@ class Bench:
             kv.restore(saved.file)
             restored = time.perf_counter() - phases.begin
             took, logits = reads(kv, saved.more)
+            steps = median(decode_steps(kv, self.steps, []).seconds) if self.steps else 0
+        rate = f"; then {1 / steps:.1f} tokens a second" if steps else ""
         whole = restored + took
         same = "the same logits" if np.array_equal(logits, saved.logits) else "OTHER LOGITS"
         print(f"\n**From {where}**: restored in {restored:.2f} s, {NEW} tokens read in {took:.2f} s, {same};")
         cold = f"; cold {saved.cold:.2f} s, {saved.cold / whole:.1f} times as long" if saved.cold else ""
-        print(f"in all {whole:.2f} s, {whole / read:.2f} times a plain read ({read:.2f} s){cold}\n")
+        print(f"in all {whole:.2f} s, {whole / read:.2f} times a plain read ({read:.2f} s){cold}{rate}\n")
         print(phases.table(), flush=True)
 
 
@@ -236,6 +242,9 @@ def main() -> None:
     parser.add_argument("--coarse", default="auto", help="as --kvflash-coarse")
     parser.add_argument("--policies", nargs="+", default=["fresh"])
     parser.add_argument("--cold", action="store_true", help="read each text as a whole, and time that")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="tokens to decode after each restore, and how fast that is"
+    )
     parser.add_argument("--folder", type=Path, default=None, help="of the snapshots, on the disk to measure")
     args = parser.parse_args()
     options = {"pool": args.pool, "n_ubatch": args.ub, "type_k": args.ct, "type_v": args.ct, "coarse": args.coarse}
@@ -246,7 +255,7 @@ def main() -> None:
         model = args.model or stack.enter_context(shape_file(args.shape, args.shape_dir))
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.folder)))
         for policy, context in product(args.policies, args.contexts):
-            bench = Bench(model, {**options, "policy": policy}, folder, 2 * args.pool)
+            bench = Bench(model, {**options, "policy": policy}, folder, 2 * args.pool, args.steps)
             saved = bench.make(context, cold=args.cold)
             uncached(saved.file)
             from_disk = plain(saved.file)
