@@ -11,14 +11,18 @@ from pyllama_kvflash.bench.kld import KldRow
 
 DOCS = Path(__file__).parent.parent / "docs"
 START = "| | pool | device KV | prose"  # where the table begins
-N_CTX, FULL = 16_384, 448 << 20  # tokens, and bytes of the full f16 cache: Qwen2.5-Coder-1.5B
+TABLES = (("Qwen2.5-Coder-1.5B", 16_384, 448 << 20), ("SmolLM2-135M", 7168, 315 << 19))
+"""Models of the tables that begin so, in the page's order; tokens, and bytes of the full f16 cache."""
 TEXTS = ("prose", "code")
 
 
-def rows(text: int) -> list[KldRow]:
-    """Return the rows of the table. text: which of TEXTS."""
+def rows(table: int, text: int) -> list[KldRow]:
+    """Return the rows of a table. table, text: which of TABLES and TEXTS."""
     page = (DOCS / "results" / "coarse.md").read_text("utf-8")
-    lines = page[page.index(START) :].split("\n\n")[0].splitlines()[2:]
+    lines = [part for part in page.split("\n\n") if part.startswith(START) and "same top" in part][table].splitlines()[
+        2:
+    ]
+    _, n_ctx, full = TABLES[table]
     found = []
     for line in lines:
         name, pool, share, *cells = (
@@ -30,9 +34,9 @@ def rows(text: int) -> list[KldRow]:
             KldRow(
                 variant=f"full/type_k={cached[1]}" if cached else name,
                 kind="full cache, quantised" if cached else name,
-                n_ctx=N_CTX,
+                n_ctx=n_ctx,
                 pool=n_pool,
-                kv_device_bytes=round(part * FULL),
+                kv_device_bytes=round(part * full),
                 share=part,
                 kld=float(cells[text].split(";")[0]),
                 kld_99=0,
@@ -49,8 +53,12 @@ def rows(text: int) -> list[KldRow]:
 
 
 def main() -> None:
-    """Draw a panel for each text."""
-    panels = ((rows(i), f"Qwen2.5-Coder-1.5B, one H200, 256 tokens of {text}") for i, text in enumerate(TEXTS))
+    """Draw a panel for each model and text."""
+    panels = (
+        (rows(i, j), f"{model}, one H200, 256 tokens of {text}")
+        for i, (model, *_) in enumerate(TABLES)
+        for j, text in enumerate(TEXTS)
+    )
     (DOCS / "figures" / "kld-bytes.png").write_bytes(kld_figure(*panels))
 
 

@@ -57,12 +57,15 @@ def kld_figure(*panels: tuple[Sequence["KldRow"], str]) -> bytes:
     """Plot the mean KLD against device memory: a PNG. panels: rows, and the title above them; a panel has a line for each kind
     of row, and full caches of fewer bits say their types.
     """
-    fig = figure(width=7.5 * len(panels), height=5)
-    axes = fig.subplots(1, len(panels), sharey=True, squeeze=False)
+    n_column = min(2, len(panels))
+    n_row = -(-len(panels) // n_column)
+    fig = figure(width=7.5 * n_column, height=5 * n_row)
+    axes = fig.subplots(n_row, n_column, sharey=True, squeeze=False)
     for axis, (rows, title) in zip(axes.flat, panels, strict=True):
         _kld_panel(axis, rows)
         axis.set_title(title, fontsize=10)
-    axes[0][0].set_ylabel("mean KLD to the full cache, nats (less is better)")
+    for row in axes:
+        row[0].set_ylabel("mean KLD to the full cache, nats (less is better)")
     return _png(fig)
 
 
