@@ -215,6 +215,7 @@ int  kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, l
                       const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record,
                       size_t record_size);
 int  kvf_get_mass(struct llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece);
+int  kvf_pace_exact(struct llama_context * ctx, bool paced);
 int  kvf_wait_exact(struct llama_context * ctx, uint32_t n, llama_pos * end);
 int  kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
 int  kvf_synchronize(struct llama_context * ctx);

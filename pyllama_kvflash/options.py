@@ -29,7 +29,7 @@ _NOT_QUANTISED = ("f32", "f16", "bf16")  # cache types of V that llama.cpp takes
 _CHOOSING = ("auto", "fresh")  # policies by which each layer chooses; loading turns "auto" into what the model can do
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
-LOOKAHEAD = 32
+LOOKAHEAD = 64
 """Most tokens that lossless decoding drafts before a check."""
 RECURRENT_LOOKAHEAD = 8
 """The same for models with a recurrent state, of which the exact pass then keeps as many copies."""

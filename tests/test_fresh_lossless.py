@@ -205,10 +205,11 @@ def test_a_trial_leaves_guests_of_what_stands(opened: Open, name: str) -> None:
     for one in (kv, other):
         read(one, 700)
     before, n_sealed = guests(kv), kv.pager.ledger.n_sealed
-    with kv.sequence.trial(40):
-        for i in range(40):
-            kv.ctx.decode(TOKENS[1000 + i : 1001 + i], 700 + i)
-            guests(kv)
+    kv.sequence.begin_trial(40)
+    for i in range(40):
+        kv.ctx.decode(TOKENS[1000 + i : 1001 + i], 700 + i)
+        guests(kv)
+    kv.sequence.end_trial()
     assert kv.n_tokens == 700
     assert kv.pager.ledger.n_sealed == n_sealed
     after = guests(kv)

@@ -15,7 +15,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import commands
 from support.changes import GRAMMARS, crossed
 from support.commands import check_error, good, invoke
-from support.drafting import width_noise
+from support.drafting import WIDTH, width_noise
 from support.oracles import ON_CPU, ON_GPU
 from support.rounding import Chosen, held
 
@@ -25,7 +25,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Context, Grammar, Sampler, check_grammar, either, json_grammar
 from pyllama_kvflash.native.lib import ffi, lib
 from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.options import LOOKAHEAD, Spec
+from pyllama_kvflash.options import Spec
 
 pytestmark = pytest.mark.native
 
@@ -274,7 +274,7 @@ def test_drafts_keep_to_it_too(kv: KVFlash, how: dict[str, Any], sampling: dict[
     small: dict[str, Any] = {"n_ctx": 2048, "n_threads": 1, "flash_attn": "off", "chunk": 16, "tail": 2}
     full = {**small, "pool": "off"}
     pooled = {**small, "pool": 256, "n_ubatch": 64} if "spec" not in how else full
-    chosen = Chosen(width_noise(BUNDLED_MODEL, LOOKAHEAD + 1, full))
+    chosen = Chosen(width_noise(BUNDLED_MODEL, WIDTH, full))
     prompt = list(range(10, 110)) * 6
     grammar: str | Grammar = LETTERS
     if lazy:

@@ -159,3 +159,37 @@ def test_a_plain_step_that_only_the_gate_caused_is_counted() -> None:
     assert length.n == 0
     assert length.plain(1.0)
     assert not DraftLength([4]).plain(1.0), "there is no gate"
+
+
+#
+# drafts beside checks
+#
+
+
+def simulated(n: int, a: float, draft_s: float, check_s: float, k: int, n_tokens: int = 20_000) -> float:
+    """Tokens per second where each draft has n tokens before its check, and k are drafted beside that."""
+    rng, done, seconds, ahead = np.random.default_rng(0), 0, 0.0, 0
+    while done < n_tokens:
+        size = max(n, ahead)
+        seconds += (size - ahead) * draft_s + check_s
+        right = int(rng.geometric(1 - a)) - 1
+        done += min(right, size) + 1
+        # the first token drafted beside it is the check's own next one
+        ahead = k - 1 if right > size else 0
+    return done / seconds
+
+
+@pytest.mark.parametrize(("a", "check_s"), [(0.9, 0.13), (0.97, 0.13), (0.99, 0.13), (0.97, 0.25), (0.99, 0.02)])
+def test_with_drafts_beside_checks_it_finds_nearly_the_best(a: float, check_s: float) -> None:
+    draft_s, k = 0.005, int(check_s / 0.008)
+    look, rng, ahead = Lookahead(range(65)), np.random.default_rng(1), 0
+    for _ in range(300):
+        size = max(look.n, ahead)
+        right = min(int(rng.geometric(1 - a)) - 1, size)
+        look.beside(k)
+        look.checked(size, right, draft_s * size if size > ahead else 0.0, check_s)
+        ahead = k - 1 if right == size and rng.random() < a else 0
+    rates = [simulated(n, a, draft_s, check_s, k) for n in range(65)]
+    assert look.draft_s == pytest.approx(draft_s)
+    assert rates[look.n] > 0.93 * max(rates)
+    assert max(rates) > 1.03 * max(rate(n, a, draft_s, check_s, 0) for n in range(65)), "it is worth it"

@@ -1,5 +1,6 @@
 """Lossless decoding: tokens drafted through the pool and checked against everything. The text is the full cache's."""
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import drafting, lossless, snapshots, tiny, tiny_drafters
 from support.changes import ENGINE, crossed
 from support.cuts import cut_off, cut_off_at_every_line
-from support.drafting import width_noise
+from support.drafting import WIDTH, width_noise
 from support.lossless import answer, chosen_alike
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held, relative_rms
@@ -79,15 +80,18 @@ class Batches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[int, Any, list[Any], int]] = []
-        keep, decode, last = ExactReader.keep, ExactReader.decode, [np.empty(0, np.int32)]
+        keep, decode, last = ExactReader.keep, ExactReader.decode, [(np.empty(0, np.int32), LAST)]
 
-        def decoded(reader: ExactReader, pool: Context, tokens: Any, *args: Any, **how: Any) -> None:
-            last[0] = tokens.copy()
-            decode(reader, pool, tokens, *args, **how)
+        def decoded(
+            reader: ExactReader, pool: Context, tokens: Any, start: int, records: Any, outputs: int, **how: Any
+        ) -> None:
+            last[0] = tokens.copy(), outputs
+            decode(reader, pool, tokens, start, records, outputs, **how)
 
         def kept(reader: ExactReader, pool: Context, start: int, n: int, n_batch: int) -> None:
-            asked = range(n_batch) if n_batch <= LOOKAHEAD + 1 else ()
-            self.found.append((start, last[0], [pool.logits(i) for i in asked], n))
+            tokens, outputs = last[0]
+            asked = range(n_batch) if outputs == ALL else ()
+            self.found.append((start, tokens, [pool.logits(i) for i in asked], n))
             keep(reader, pool, start, n, n_batch)
 
         monkeypatch.setattr(ExactReader, "decode", decoded)
@@ -166,7 +170,7 @@ def test_it_computes_what_llama_cpp_does_of_the_same_batches(
     opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, name: str, panes: int
 ) -> None:
     """Bit for bit, for each token of a draft, whether it stands or not, and after some were taken back."""
-    kv, full = opened(name, panes=panes, policy="qk"), opened(name, **FULL, spec=Spec(kind="ngram", n_max=LOOKAHEAD))
+    kv, full = opened(name, panes=panes, policy="qk"), opened(name, **FULL, spec=Spec(kind="ngram", n_max=32))
     info = kv.sequence.reads_exactly.ctx.pane_info()
     assert info.n_pane == (1 if panes else len(kv.ctx.layers())), "on a CPU nothing need be streamed"
     batches = Batches(monkeypatch)
@@ -271,6 +275,162 @@ def test_it_drafts_again_after_a_rollback(opened: Open, known: Callable[..., Cho
 
 
 #
+# drafts beside checks, as on a GPU that streams layers
+#
+
+
+@pytest.fixture
+def went_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Has 3 tokens drafted before a check and 5 beside it, whatever the clock says. Says after which checks drafting went on."""
+    found: list[bool] = []
+    beside, accepted = Lossless.beside, Lossless.accepted
+
+    def five(lossless: Lossless, left: int) -> Any:
+        draft, calls = beside(lossless, left), itertools.count()
+        return draft and (lambda _done: draft(lambda: next(calls) >= 5))
+
+    def seen(lossless: Lossless, n: int, following: int | None) -> bool:
+        found.append(accepted(lossless, n, following))
+        return found[-1]
+
+    monkeypatch.setattr(ExactReader, "streams", True)
+    monkeypatch.setattr(Lookahead, "n", 3)
+    monkeypatch.setattr(Lossless, "beside", five)
+    monkeypatch.setattr(Lossless, "accepted", seen)
+    return found
+
+
+def drafts_of(text: list[int], wrong: set[int], start: int) -> Callable[..., int]:
+    """Samples drafts from a text whose first token is at position start, but a wrong token at some positions."""
+
+    def sample(lossless: Lossless, _sampler: Any, _i: int) -> int:
+        at = lossless._at[0] + 1 + len(lossless._drafted)
+        token = text[at - start] if at - start < len(text) else 0
+        return (token + 1) % tiny.N_VOCAB if at in wrong else token
+
+    return sample
+
+
+@pytest.mark.parametrize(
+    "wrong", [set(), {710, 711, 730, 765}, set(range(701, 800, 2))], ids=["never", "some", "each other"]
+)
+def test_drafting_goes_on_beside_a_check(
+    opened: Open,
+    known: Callable[..., Chosen],
+    wordless: None,
+    monkeypatch: pytest.MonkeyPatch,
+    went_on: list[bool],
+    wrong: set[int],
+) -> None:
+    """The text is the full cache's, and so are the rows; the pool has them, once drafting ends."""
+    chosen = known()
+    kv, full, plain = opened(), opened(**FULL), opened(mode="fast")
+    want = chosen_alike(chosen, full, TOKENS[:700], 90)
+    monkeypatch.setattr(Lossless, "_sample", drafts_of(want, wrong, 700))
+    assert chosen_alike(chosen, kv, TOKENS[:700], 90) == want
+    check_residency(kv, CHUNK)
+    assert any(went_on) == (len(wrong) < 40)
+    assert not all(went_on)
+    assert rows_apart(kv, plain, 700 // CHUNK) <= width_apart(opened, "qwen3")
+    chosen.rows.clear()
+    more = [chosen_alike(chosen, one, TOKENS[:5], 20, append=True) for one in (full, kv)]
+    assert more[0] == more[1]
+    check_residency(kv, CHUNK)
+
+
+def test_what_is_drafted_beside_a_check_is_of_its_text(
+    opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
+) -> None:
+    """The pool's own: a draft is the same token, whether it was drafted beside a check or after it."""
+    drafted: list[dict[int, int]] = []
+
+    def answers(kv: KVFlash) -> list[int]:
+        found: dict[int, int] = {}
+        sample = Lossless._sample
+
+        def noted(lossless: Lossless, sampler: Any, i: int) -> int:
+            token = sample(lossless, sampler, i)
+            found[lossless._at[0] + 1 + len(lossless._drafted)] = token
+            return token
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Lossless, "_sample", noted)
+            drafted.append(found)
+            return answer(kv, TOKENS[:700], 60)
+
+    beside = answers(opened("needle"))
+    assert any(went_on)
+    monkeypatch.setattr(ExactReader, "streams", False)
+    assert answers(opened("needle")) == beside
+    both = drafted[0].keys() & drafted[1].keys()
+    assert len(both) > 30
+    assert np.mean([drafted[0][at] == drafted[1][at] for at in both]) > 0.9
+
+
+@pytest.mark.nightly(ENGINE)
+def test_sequences_take_turns_beside_checks(
+    opened: Open, known: Callable[..., Chosen], wordless: None, went_on: list[bool]
+) -> None:
+    """A turn of another one ends what goes on."""
+    kv, texts = opened(n_parallel=2, pool=2 * N_POOL), (TOKENS[:700], TOKENS[700:1300])
+    chosen = [known() for _ in texts]
+    want = [chosen_alike(c, opened(**FULL), text, 60) for c, text in zip(chosen, texts, strict=True)]
+    runs = []
+    for s, c, text in zip(kv.sequences, chosen, texts, strict=True):
+        with held(c):
+            runs.append(s.generation(text, max_tokens=60, sampling=GREEDY))
+    got: list[list[int]] = [[], []]
+    while not all(run.ended for run in runs):
+        for i, run in enumerate(runs):
+            got[i] += [] if run.ended else turn(run)
+    assert got == want
+    assert any(went_on)
+    kv.check_integrity()
+
+
+@pytest.mark.nightly(ENGINE)
+def test_cut_off_beside_a_check(
+    opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
+) -> None:
+    """Ctrl-C in the thread that drafts, wherever it is."""
+    chosen = known()
+    want = [*TOKENS[:400].tolist(), *chosen_alike(chosen, opened(**FULL), TOKENS[:400], 60)]
+    monkeypatch.setattr(Lossless, "_sample", drafts_of(want, {412}, 0))
+    plain, limit = opened(mode="fast"), width_apart(opened, "qwen3")
+
+    def fresh() -> KVFlash:
+        kv = opened()
+        read(kv, 399)
+        return kv
+
+    def act(kv: KVFlash) -> None:
+        with held(chosen):
+            answer(kv, want[399:400], 16, append=True)
+
+    def check(kv: KVFlash) -> None:
+        left = [*kv.tokens.tolist(), *([] if kv.sequence.pending is None else [kv.sequence.pending])]
+        assert left == want[: len(left)]
+        n = len(left)
+        if n % 2 or kv.sequence.pending is None:
+            kv.check_integrity()
+            with held(chosen, n - 399):
+                assert answer(kv, want[n : n + 1], 6, append=True) == want[n + 1 : n + 7]
+        else:  # whatever comes next repairs what is left
+            with held(chosen, n - 400):
+                assert answer(kv, [], 6, append=True) == want[n : n + 6]
+        check_residency(kv, CHUNK)
+        if kv.n_tokens // CHUNK > 400 // CHUNK:
+            plain.clear()
+            assert rows_apart(kv, plain, 400 // CHUNK) <= limit
+        kv.clear()
+        read(kv, 399)
+
+    _, places = cut_off_at_every_line(fresh, act, check, step=int(os.environ.get("KVFLASH_CUT_STEP", "47")))
+    assert any(place.startswith("lossless") for place in places)
+    assert any(went_on)
+
+
+#
 # with drafters in front of the pool
 #
 
@@ -295,7 +455,7 @@ def test_with_drafters(tmp_path: Path, wordless: None, kind: str) -> None:
         model = model if kind == "draft" else None
     spec = Spec(kind=kind, model=model, n_max=2 if kind == "mtp" else 4, gate=0, window=256)
     prompt = np.tile(TOKENS[:150] % (tiny.N_VOCAB - 2), 5)
-    chosen, found = [Chosen(width_noise(path, LOOKAHEAD + 1, FULL)) for _ in range(2)], []
+    chosen, found = [Chosen(width_noise(path, WIDTH, FULL)) for _ in range(2)], []
     for options in (FULL, {**SMALL, "spec": spec}):
         with KVFlash.from_file(path, **options) as kv:
             found.append(chosen_alike(chosen[0], kv, prompt, 70))
@@ -428,6 +588,7 @@ def test_how_far_it_looks() -> None:
     for some in (Options(), Options(policy="qk"), Options(policy="fresh", opening=32)):
         assert some.n_lookahead(recurrent=False) == LOOKAHEAD
         assert some.n_lookahead(recurrent=True) == 0
+    assert Options(mode="lossless", n_ubatch=N_UBATCH).n_lookahead(recurrent=False) == N_UBATCH - 1
     assert Options(mode="lossless").n_lookahead(recurrent=False) == LOOKAHEAD
     assert Options(mode="lossless").n_lookahead(recurrent=True) == RECURRENT_LOOKAHEAD
     assert Options(mode="lossless", n_ubatch=4).n_lookahead(recurrent=False) == 3

@@ -11,7 +11,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import snapshots
 from support.changes import crossed
 from support.cuts import cut_off_at_every_line
-from support.drafting import width_noise
+from support.drafting import WIDTH, width_noise
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held
 from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, plain, read, turn
@@ -22,7 +22,7 @@ from pyllama_kvflash.engine.meter import N_CHECKED, Meter
 from pyllama_kvflash.errors import Interrupted, UsageError
 from pyllama_kvflash.events import Checked
 from pyllama_kvflash.native import ALL
-from pyllama_kvflash.options import LOOKAHEAD, Options, Spec
+from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.pool.sequence import PooledSequence
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
@@ -203,7 +203,7 @@ def test_nothing_is_lost_when_a_check_is_interrupted(
 @pytest.mark.parametrize("name", MODELS)
 def test_below_the_bound_the_rest_is_the_full_caches(opened: Open, tiny_path: Any, wordless: None, name: str) -> None:
     """Given the text so far; and all of it is read exactly, so that what follows the next prompt is, too."""
-    chosen = Chosen(width_noise(tiny_path(name), LOOKAHEAD + 1, FULL))
+    chosen = Chosen(width_noise(tiny_path(name), WIDTH, FULL))
     kv, full = opened(name, min_agreement=1.0, policy="qk"), opened(name, **FULL)
     with held(chosen):
         events = answer(kv, TOKENS[:700], 80)

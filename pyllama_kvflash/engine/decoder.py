@@ -16,6 +16,7 @@ from pyllama_kvflash.events import Event, Paged, Prefill, Reselect, Warn
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.pool.checkpoints import Checkpoints
+from pyllama_kvflash.pool.exact import Beside
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.step import Part, advance, advance_exactly, keep, keep_exactly
 
@@ -182,12 +183,12 @@ class Decoder:
         part = step.part
         self.checkpoints.passed()
         self.listen(len(part.tokens), exactly=True)
-        paged = advance_exactly(part, outputs, more=more)
+        paged = advance_exactly(part, outputs, more=more, beside=step.beside)
         if part.draft:
             try:
                 step.accept()
             finally:
-                keep_exactly(part)
+                keep_exactly(part, more=step.goes_on)
         self.heard(part.tokens, step.start, exactly=True)
         return paged
 
@@ -206,14 +207,15 @@ class Decoder:
         self.lossless = Lossless(self.sequence, self.drafts)
 
     def decode_exactly(self, step: "Step", outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch against everything before it; the pool then holds what the last token attends to.
+        """Decode one batch against everything before it; the pool then holds what the last token attends to, unless a trial goes
+        on there.
 
         Returns what happened. Raises as advance_exactly().
         """
         sequence, selector = self.sequence, self.sequence.selector
-        n_sealed = sequence.paged.ledger.n_sealed
+        behind, n_sealed = sequence.passing, sequence.paged.ledger.n_sealed
         moved = [self._exact_batch(step, outputs)]
-        if sequence.paged.ledger.n_sealed > n_sealed:
+        if not step.goes_on and (behind or sequence.paged.ledger.n_sealed > n_sealed):
             moved.append(sequence.settle_in())  # a chunk that is full now is part of the tail
         events: list[Event] = [paged for paged in moved if paged]
         if selector:
@@ -392,13 +394,16 @@ def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> li
 class Step:
     """Tokens of one sequence that are decoded in one batch, perhaps with those of others.
 
-    start: the position of the first of them.
+    start: the position of the first of them. beside: what the pool computes while they are decoded exactly. goes_on: whether it goes
+    on with that, and takes these tokens later.
     """
 
     def __init__(self, decoder: Decoder, part: Part) -> None:
         self.decoder = decoder
         self.part = part
         self.start = decoder.sequence.n_tokens
+        self.beside: Beside | None = None
+        self.goes_on = False
 
     def accept(self) -> None:
         """For a draft: set `part.accepted` from the logits of the batch."""

@@ -2,10 +2,13 @@
 
 The pool drafts with the model's own weights, so most of its tokens are right (TriForce, Sun et al. 2024, arXiv:2404.11912,
 drafts from a partial cache in this way). The accepted tokens come from the exact batch alone: the text is the full cache's.
+
+A check that streams layers mostly waits for the bus. Drafting goes on beside it (as in SparseSpec, arXiv:2512.01278): if all that is
+being checked proves right, what was drafted meanwhile is the next draft, and the pool keeps its rows.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,8 +17,10 @@ from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.events import DraftStats, Event, Paged
 from pyllama_kvflash.native import Sampler, Tokens
 from pyllama_kvflash.policy.draft_length import DraftLength
+from pyllama_kvflash.pool.exact import Beside
 from pyllama_kvflash.pool.sequence import PooledSequence
 
+_PADDED = 16  # tokens by which batches grow that check drafts
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -35,64 +40,173 @@ class Lossless:
         n_most = sequence.options.n_lookahead(recurrent=sequence.recurrent)
         if sequence.recurrent:  # some architectures' states cannot go back at all: then nothing is drafted
             n_most = min(n_most, sequence.reads_exactly.ctx.n_rollback)
+        self._n_most = n_most
         self._length = DraftLength([min(n_fixed, n_most)] if n_fixed else range(n_most + 1))
+        # a state goes back to where the last check began, and no further; a scorer chooses after each check
+        self._fixed = n_fixed > 0
         self._draft_s = 0.0
+        self._forget()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether drafting goes on beside a check. A state goes back to where the last check began, and no further; a scorer chooses
+        after each check.
+        """
+        sequence = self._sequence
+        return not (self._fixed or sequence.stateful or sequence.selector) and sequence.reads_exactly.streams
+
+    def _forget(self) -> None:
+        self._at = (-1, -1)  # positions before the pending token, and that token: what is drafted follows it
+        self._drafted: list[int] = []
+        self._n_rows = (
+            0  # the pool has so many of the pending token and those after it; below 0: it lacks accepted ones
+        )
+        self._until = 0  # the position up to which there is room for them
+        self._sampler: Sampler | None = None  # that drew them
+        self._n_checked = 0  # of them, by the check under way
 
     def begin(self) -> None:
         """Begin an answer."""
         self.stats = DraftStats()
+        self._forget()
 
     def n_next(self, left: int) -> int:
         """Return how many tokens to draft next, if at most `left` may follow the pending one."""
+        return max(0, min(self._length.n, left, self._room - 1))
+
+    @property
+    def _room(self) -> int:
+        """The most tokens of a check."""
         sequence = self._sequence
-        room = min(sequence.options.n_ctx - sequence.n_tokens, sequence.reads_exactly.n_batch)
-        return max(0, min(self._length.n, left, room - 1))
+        return min(sequence.options.n_ctx - sequence.n_tokens, sequence.reads_exactly.n_batch)
+
+    #
+    # a draft
+    #
 
     def draft(self, token: int, n: int, sampler: Sampler) -> tuple[Tokens, list[Event]]:
-        """Guess what follows `token`, the pending one, by decoding it through the pool, which is unchanged afterwards.
+        """Guess what follows `token`, the pending one, by decoding it through the pool, in a trial.
 
-        sampler: chooses the tokens, and stays where it is. Returns n tokens or fewer, (m,) int32, and what moved. Raises
-        PoolError, HostMemoryError, Interrupted and NativeError.
+        sampler: chooses the tokens, and stays where it is. Returns n tokens or fewer, (m,) int32, or what was drafted beside the
+        last check; and what moved. Raises PoolError, HostMemoryError, Interrupted and NativeError.
         """
-        self._draft_s = 0.0
-        if not n:
-            return _NO_TOKENS, []
-        begin, sequence = time.perf_counter(), self._sequence
-        guesses = self._guess(token, min(n, sequence.ctx.n_ubatch) - 1)
-        guessing_s = time.perf_counter() - begin
-        with sequence.trial(n) as plan:
-            found = list(self._follow(token, n, guesses, guessing_s, sampler.fork()))
-        self._draft_s = time.perf_counter() - begin
-        return np.array(found, np.int32), [Paged(sequence.n_tokens, plan.drops, plan.page_ins)] if plan else []
+        sequence, events, begin = self._sequence, [], time.perf_counter()
+        whole, sequence.whole = sequence.trying and sequence.whole, False  # unless this ends
+        if not whole or self._at != (sequence.n_tokens, token):
+            sequence.recover()
+            self._forget()
+            self._at = (sequence.n_tokens, token)
+            if n or self._goes_on:
+                events = self._begin_trial(n)
+                sequence.whole = False
+        if self._sampler is None:
+            self._sampler = sampler.fork()
+        ahead = len(self._drafted)
+        guesses = _NO_TOKENS if ahead else self._guess(token, min(n, sequence.ctx.n_ubatch) - 1)
+        n = min(n, max(0, self._until - sequence.n_tokens))
+        self._extend(lambda: len(self._drafted) >= n, guesses, time.perf_counter() - begin)
+        self._n_checked = min(len(self._drafted), self._n_most)
+        n_new = self._n_checked - ahead  # the others, drafted beside the last check, cost nothing: see Lookahead
+        self._draft_s = (time.perf_counter() - begin) * self._n_checked / n_new if n_new > 0 else 0.0
+        sequence.whole = sequence.trying
+        return np.array(self._drafted[: self._n_checked], np.int32), events
+
+    def _begin_trial(self, n: int) -> list[Event]:
+        sequence = self._sequence
+        if self._goes_on and sequence.pager:
+            n = min(3 * self._n_most, sequence.pager.n_batch, sequence.options.n_ctx - sequence.n_tokens)
+        plan = sequence.begin_trial(n)
+        self._n_rows, self._until = 0, sequence.n_tokens + n
+        return [Paged(sequence.n_tokens, plan.drops, plan.page_ins)] if plan else []
 
     def _guess(self, token: int, at_most: int) -> Tokens:
         drafts = self._drafts
         n = min(drafts.length.n, at_most) if drafts else 0
-        return drafts.guess(self._sequence.history, token, n) if drafts and n else _NO_TOKENS
+        return drafts.guess(self._sequence.history, token, n) if drafts and n > 0 else _NO_TOKENS
 
-    def _follow(self, token: int, n: int, guesses: Tokens, guessing_s: float, sampler: Sampler) -> Iterator[int]:
-        """Decode through the pool, first the token with guesses and then one at a time. Yields the n tokens that follow it,
-        or those up to the end of the text.
+    def _extend(self, enough: Callable[[], bool], guesses: Tokens = _NO_TOKENS, guessing_s: float = 0.0) -> None:
+        """Draft tokens one at a time until there are enough, or the text ends; the first ones perhaps from guesses.
 
         guessing_s: seconds that the guesses took.
         """
-        ctx, pos, n_found = self._sequence.ctx, self._sequence.n_tokens, 0
-        while n_found < n:
-            begin, batch = time.perf_counter(), np.array([token, *guesses], np.int32)
-            ctx.decode(batch, pos, native.ALL)
-            for i in range(len(batch)):
-                token = sampler.sample(ctx, i)
-                yield token
+        sequence, sampler = self._sequence, self._sampler
+        ctx = sequence.ctx
+        while sampler is not None and not enough() and not (self._drafted and ctx.model.is_eog(self._drafted[-1])):
+            begin, start = time.perf_counter(), sequence.n_tokens + self._n_rows
+            batch = np.concatenate([self._missing(), guesses]).astype(np.int32)
+            ctx.decode(batch, start, native.ALL if len(guesses) else native.LAST)
+            first = len(batch) - 1 - len(guesses)
+            for i in range(first, len(batch)):
+                token = self._sample(sampler, i if len(guesses) else -1)
+                self._drafted.append(token)
+                self._n_rows = start + i + 1 - sequence.n_tokens
                 if ctx.model.is_eog(token):
-                    return
+                    break
                 if i + 1 < len(batch) and token != batch[i + 1]:
                     ctx.keep(i + 1)
                     break
-            if self._drafts and len(batch) > 1:
-                self._drafts.length.checked(len(batch) - 1, i, guessing_s, time.perf_counter() - begin)
+            if self._drafts and len(guesses):
+                self._drafts.length.checked(len(guesses), i - first, guessing_s, time.perf_counter() - begin)
             elif self._drafts:
                 self._drafts.length.plain(time.perf_counter() - begin)
-            pos, n_found, guesses = pos + i + 1, n_found + i + 1, _NO_TOKENS
+            guesses = _NO_TOKENS
+
+    def _sample(self, sampler: Sampler, i: int) -> int:
+        """Draw what follows token i of the pool's last batch."""
+        return sampler.sample(self._sequence.ctx, i)
+
+    def _missing(self) -> Tokens:
+        """Return the tokens that the pool lacks, (n,) int32: perhaps the last ones accepted, the pending one, those drafted."""
+        sequence, n = self._sequence, self._n_rows
+        before = sequence.history[n:].tolist() if n < 0 else []
+        return np.array([*before, *[self._at[1], *self._drafted][max(0, n) :]], np.int32)
+
+    #
+    # its check
+    #
+
+    @property
+    def width(self) -> int:
+        """Tokens of the batch that checks the draft: on a GPU it is padded, so that the graph stays the same."""
+        sequence, n = self._sequence, self._n_checked + 1
+        if not sequence.reads_exactly.streams or sequence.recurrent:
+            return n
+        to_chunk = (
+            -(sequence.n_tokens + n) % sequence.options.chunk
+        )  # further on, it would take host memory for another chunk
+        return min(-(-n // _PADDED) * _PADDED, n + to_chunk, self._room)
+
+    def beside(self, left: int) -> Beside | None:
+        """Return what to do while the draft is checked, if at most `left` tokens may follow the pending one: draft what follows
+        it. None: nothing.
+        """
+        sequence = self._sequence
+        if not self._goes_on or not sequence.trying:
+            return None
+        # the token after those that are checked is the check's own
+        n_most = min(self._n_checked + 1 + self._n_most, left, self._until - sequence.n_tokens)
+
+        def draft(done: Callable[[], bool]) -> None:
+            n = len(self._drafted)
+            self._extend(lambda: done() or len(self._drafted) >= n_most)
+            self._length.beside(len(self._drafted) - n)
+
+        return draft
+
+    def accepted(self, n: int, following: int | None) -> bool:
+        """Record that the first n of the pending token and its draft are accepted, and what follows them; None: the text ends.
+
+        Returns whether the trial goes on: all that was drafted until now may be right.
+        """
+        at, ahead = self._sequence.n_tokens + n, self._drafted[self._n_checked :]
+        right = n == self._n_checked + 1 and ahead[:1] in ([], [following])
+        if following is None or not right or not self._goes_on or self._until - at <= self._n_most:
+            self._forget()
+            return False
+        if not ahead:  # the draft's sampler has not drawn the check's own token
+            self._sampler = None
+        self._at, self._drafted, self._n_rows = (at, following), ahead[1:], self._n_rows - n
+        return True
 
     def checked(self, n_drafted: int, n_right: int, seconds: float) -> None:
         """Record the check of a draft, which took `seconds`: the first n_right of its n_drafted tokens were right."""

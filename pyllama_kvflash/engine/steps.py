@@ -66,21 +66,27 @@ class LosslessStep(Step):
         super().__init__(writer.decoder, Part(writer.decoder.sequence, np.array([writer.token], np.int32), draft=True))
         self._writer = writer
         self._lossless = lossless
+        self._n_guessed = 0
 
     def take(self) -> list[Event]:
         """Take the step. Returns what happened, without text. Raises as Decoder.decode_exactly()."""
         writer, lossless, decoder = self._writer, self._lossless, self.decoder
-        n = lossless.n_next(min(writer.answer.left(self.start), decoder.n_lossless - 1))
-        guesses, events = lossless.draft(writer.token, n, writer.sampler)
+        left = min(writer.answer.left(self.start), decoder.n_lossless - 1)
+        guesses, events = lossless.draft(writer.token, lossless.n_next(left), writer.sampler)
         begin = time.perf_counter()
-        self.part.tokens = np.concatenate([self.part.tokens, guesses])
+        tokens, self._n_guessed = np.full(max(lossless.width, len(guesses) + 1), writer.token, np.int32), len(guesses)
+        tokens[1 : len(guesses) + 1] = guesses
+        self.part.tokens = tokens
+        self.beside = lossless.beside(left)
         events += decoder.decode_exactly(self, native.ALL)
         lossless.checked(len(guesses), decoder.sequence.n_tokens - self.start - 1, time.perf_counter() - begin)
         return events
 
     def accept(self) -> None:
         """Accept the guesses that are right."""
-        self._writer.accept(self.part, len(self.part.tokens) - 1)
+        self._writer.accept(self.part, self._n_guessed)
+        n, following = self.part.accepted or (0, None)
+        self.goes_on = self._lossless.accepted(n, following if self._writer.answer.reason is None else None)
 
 
 def take(steps: Sequence[PlainStep]) -> list[list[Event]]:

@@ -34,12 +34,22 @@ class ExactContext(Context):
         State that is not in the full-attention cache must have been put in (restore_partial). Raises Interrupted and
         NativeError; the records then have no meaning from pos on.
         """
+        self.compute(pool, tokens, pos, records, outputs)
+        pool.computed(self.handle, len(tokens))
+
+    def compute(self, pool: Context, tokens: Tokens, pos: int, records: Sequence[Record], outputs: int) -> None:
+        """Compute what decode_into() does, perhaps while another thread uses the pooled context, of which Context.computed() then
+        makes it the last batch.
+        """
         buf = ffi.from_buffer("int32_t[]", tokens)
         held = [ffi.from_buffer(record) for record in records]
         place = pool.handle, pool.seq, pos, buf, len(tokens), outputs
         size = min((len(record) for record in records), default=0)
         compute(lib.kvf_decode_exact, self.handle, *place, ffi.new("void *[]", held), len(held), size)
-        pool.computed(self.handle, len(tokens))
+
+    def pace(self, *, paced: bool) -> None:
+        """Have batches leave room on the device's queue and bus for what another thread launches meanwhile."""
+        check(lib.kvf_pace_exact(self.handle, paced))
 
     def wait_whole(self, n_ahead: int = 0) -> int:
         """Wait for all batches but the last n_ahead, of which there are at most three. Returns how many positions, from the

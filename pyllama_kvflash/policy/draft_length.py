@@ -34,10 +34,15 @@ class DraftLength:
         self.gate.plain(seconds)
         return self.gate.n_gated > before
 
+    def beside(self, n_drafted: int) -> None:
+        """Record that so many tokens were drafted while a check was under way."""
+        if self._lookahead:
+            self._lookahead.beside(n_drafted)
+
     def checked(self, n_drafted: int, n_right: int, draft_s: float, check_s: float, width: int = 0) -> None:
         """Record a draft of n_drafted tokens, of which the first n_right were right.
 
-        draft_s: seconds of the draft. check_s: seconds of its check. width: tokens of the batch that checked it; 0: the
+        draft_s: seconds of the draft; 0: it was drafted beside the check before. check_s: seconds of its check. width: tokens of the batch that checked it; 0: the
         drafted ones and the one before them.
         """
         if self._lookahead:

@@ -179,6 +179,11 @@ class Ledger:
         mask[[c for c in self.pins if c < self.n_chunks]] = True
         return mask
 
+    @property
+    def lacks_protected(self) -> bool:
+        """Whether a chunk that may not be evicted is out, as after positions were computed outside the pool."""
+        return bool(np.any(self._state[self.protected()] == State.OUT))
+
     def evictable(self) -> Mask:
         """Return the mask of chunks that could leave the pool now, (n_chunks,) bool."""
         mask: Mask = (self._state == State.RESIDENT) & self._stored & ~self.protected()

@@ -3,6 +3,10 @@
 A round drafts n tokens and checks them, and the token before them, in one batch. If each is right with probability a, it
 commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192, equation 1). It takes n times
 what a draft takes, and what the check of n + 1 tokens takes: a line in the number of tokens, fitted to the checks so far.
+
+Where k tokens are drafted beside a check, they are the first ones of the next draft if all that is checked is right, and cost no time.
+A run of rounds then ends with a wrong token, after 1 / (1 - a) tokens on average. After its first check it has a^(n+1) / (1 - a^m) more, of
+m = max(n, k) tokens each.
 """
 
 from collections.abc import Sequence
@@ -51,6 +55,7 @@ class Lookahead:
         self._tried = _PRIOR_WEIGHT
         self._checks = _Line()
         self._n_rounds = 0
+        self._n_beside: float | None = None  # tokens that are drafted beside a check; None: drafts wait for it
 
     @property
     def acceptance(self) -> float:
@@ -72,21 +77,32 @@ class Lookahead:
 
     def rate(self, n: int) -> float:
         """Return the tokens per second that are expected of drafts of n tokens. Needs a round with a draft, at least."""
-        a = min(self.acceptance, 1 - 1e-6)
-        seconds = n * (self.draft_s or 0.0) + self._checks.at(n + 1)
-        return (1 - a ** (n + 1)) / (1 - a) / max(seconds, 1e-9)
+        a, k, draft_s = min(self.acceptance, 1 - 1e-6), self._n_beside or 0.0, self.draft_s or 0.0
+        seconds, goes_on = n * draft_s + self._checks.at(n + 1), float(a ** (n + 1))
+        if self._n_beside is None:
+            return (1 - goes_on) / (1 - a) / max(seconds, 1e-9)
+        m = max(n, k, 1)
+        seconds += goes_on / (1 - float(a**m)) * (self._checks.at(m + 1) + (m - k) * draft_s)
+        return 1 / (1 - a) / max(seconds, 1e-9)
+
+    def beside(self, n_drafted: int) -> None:
+        """Record that so many tokens were drafted while a check was under way."""
+        before = n_drafted if self._n_beside is None else self._n_beside
+        self._n_beside = before + (1 - _KEPT) * (n_drafted - before)
 
     def checked(self, n_drafted: int, n_right: int, draft_s: float, check_s: float, width: int = 0) -> None:
         """Record a round: n_drafted tokens, drafted in draft_s seconds, of which the first n_right were right.
 
-        check_s: seconds of the check. width: tokens of its batch; 0: the drafted ones and the one before them.
+        draft_s 0: it was drafted beside the check before. check_s: seconds of the check. width: tokens of its batch; 0: the
+        drafted ones and the one before them.
         """
         self._n_rounds += 1
         if n_drafted:
+            self._right = _KEPT * self._right + n_right
+            self._tried = _KEPT * self._tried + min(n_right + 1, n_drafted)
+        if n_drafted and draft_s:
             each = draft_s / n_drafted
             if self.draft_s is not None:
                 each = self.draft_s + (1 - _KEPT) * (min(each, _SPIKE * self.draft_s) - self.draft_s)
             self.draft_s = each
-            self._right = _KEPT * self._right + n_right
-            self._tried = _KEPT * self._tried + min(n_right + 1, n_drafted)
         self._checks.add(width or n_drafted + 1, check_s)

@@ -3,7 +3,9 @@
 A paned context computes them, layer by layer, with the rows of earlier positions from the host store. New rows go there, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,9 @@ from pyllama_kvflash.native import ALL, Context, ExactContext, Record, Tokens
 from pyllama_kvflash.policy.scorers import EDGE
 
 _MOST_AHEAD = 3  # see ExactContext.wait_whole()
+
+Beside = Callable[[Callable[[], bool]], None]
+"""What is done beside a batch. It is given a function that says whether the batch is done."""
 
 
 class ExactReader:
@@ -27,14 +32,20 @@ class ExactReader:
         self._end = -1  # the position that the state is of; -1: of none
         self._ahead = False  # batches are under way
         self.n_whole = 0  # positions of the last batch's sequence, from the first, that are in its records
+        self._computing: Future[None] | None = None  # a batch that a thread computes
+        self._thread = ThreadPoolExecutor(1, "kvflash-check")
 
     def close(self) -> None:
         """Free the panes. Harmless when called again."""
         self.finish()
+        self._thread.shutdown()
         self.ctx.close()
 
     def finish(self) -> None:
         """Wait for the batches under way: then all records are whole. Harmless when repeated."""
+        if self._computing:
+            wait([self._computing])
+            self._computing = None
         if self._ahead:
             self.n_whole = self.ctx.wait_whole()
         self._ahead = False
@@ -45,31 +56,73 @@ class ExactReader:
         return self.ctx.n_ubatch
 
     @property
+    def streams(self) -> bool:
+        """Whether a batch mostly waits for the bus. It is not known before the first one."""
+        info = self.ctx.pane_info()
+        return info.n_stream > 0 and info.n_pane < info.n_layer
+
+    @property
     def n_bytes(self) -> int:
         """Device bytes of the panes."""
         return self.ctx.pane_info().bytes
 
+    def take_over(self, pool: Context, n_tokens: int) -> None:
+        """Take over the state of the pool's sequence, which has n_tokens positions. Harmless when repeated."""
+        own = self._own(pool.seq)
+        if self._end != n_tokens:
+            own.restore_partial(pool.save_partial(), n_tokens)
+            self._end = n_tokens
+
     def decode(
-        self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], outputs: int, *, more: bool = False
+        self,
+        pool: Context,
+        tokens: Tokens,
+        start: int,
+        records: Sequence[Record],
+        outputs: int,
+        *,
+        more: bool = False,
+        beside: Beside | None = None,
     ) -> None:
         """Decode tokens (n,) int32 at positions start, start + 1, ... of a sequence of the pool.
 
         records: see ExactContext.decode_into. Logits and queries of the last token are the pool's sequence's then.
         more: another batch follows. So as many batches are under way as there are devices, and one more: each device computes
-        one, and none waits for the host (the pipeline of GPipe, arXiv 1811.06965, as llama.cpp has it). Raises Interrupted and
-        NativeError.
+        one, and none waits for the host (the pipeline of GPipe, arXiv 1811.06965, as llama.cpp has it).
+        beside: what the pool computes meanwhile. Raises what that does, Interrupted and NativeError.
         """
+        self.take_over(pool, start)
         own = self._own(pool.seq)
-        if self._end != start:
-            own.restore_partial(pool.save_partial(), start)
         self._end = -1  # until it is whole
         self._ahead = True
-        own.decode_into(pool, tokens, start, records, outputs)
+        place = pool, tokens, start, records, outputs
+        if beside:
+            self._compute_beside(own, beside, *place)
+            pool.computed(own.handle, len(tokens))
+        else:
+            own.decode_into(*place)
         self._end = start + len(tokens)
-        if more:
+        if more and not beside:
             self.n_whole = self.ctx.wait_whole(min(_MOST_AHEAD, self.ctx.pane_info().n_stream))
         else:
             self.finish()
+
+    def _compute_beside(self, own: ExactContext, beside: Beside, *place: Any) -> None:
+        """Compute a batch in a thread, since to launch what waits for the bus takes nearly as long as the bus."""
+
+        def whole() -> None:
+            own.pace(paced=True)
+            try:
+                own.compute(*place)
+            finally:
+                own.pace(paced=False)
+            own.wait_whole()
+
+        self._computing = computing = self._thread.submit(whole)
+        try:
+            beside(computing.done)
+        finally:
+            computing.result()
 
     def look(
         self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], state: bytes
@@ -92,6 +145,8 @@ class ExactReader:
 
     def _own(self, seq: int) -> ExactContext:
         """Return the context as a sequence sees it, which has it from now on."""
+        if self._computing and not self._computing.done():
+            self.finish()  # the wait for it was cut off
         if self._seq not in (None, seq):
             self.ctx.sequence(self._seq).clear()
             self._end = -1

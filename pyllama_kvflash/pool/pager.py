@@ -89,8 +89,8 @@ class Pager:
         self.shared.memory.expect(n_full - len(self.records))
         self._summariser.expect(n_full)
 
-    def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0)) -> Plan:
-        """Free blocks for the chunks that a batch begins, and reserve host memory for those that it seals.
+    def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0), *, seals: bool = True) -> Plan:
+        """Free blocks for the chunks that a batch begins, and reserve host memory for those that it seals, unless it seals none.
 
         n_tokens: tokens of the batch. taken: blocks, and records, that other sequences in the same batch take. Returns
         the moves. Raises PoolError and HostMemoryError; nothing has moved then.
@@ -104,7 +104,7 @@ class Pager:
         if n_new and n_new + taken[0] > ledger.n_free:
             self.flights.finish()
         plan = make_room(ledger, n_new + taken[0]) if n_new else _NOTHING
-        if n_sealing := ledger.seals(n_tokens):
+        if n_sealing := ledger.seals(n_tokens) * seals:
             self.shared.memory.reserve(n_sealing + taken[1])
             self._summariser.reserve(ledger.n_sealed + n_sealing)
         self.apply(plan)

@@ -33,6 +33,7 @@ class PooledSequence:
     pending: the last token produced, which is not decoded yet; None: there is none.
     opens_until: positions, from the first, after which an answer with a lossless opening is decoded in fast mode.
     n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
+    whole: whether a trial that is under way has all that it was given, and no step of it was cut off.
     consistent: False while a step is under way, and after one was cut off.
     passing: whether that step is an exact pass between two of its batches, of which the pool has nothing yet.
     holder: the mark of the last caller that began or changed something; see engine.guard.
@@ -63,7 +64,7 @@ class PooledSequence:
         self.history = array("i")
         self.pending: int | None = None
         self.consistent = True
-        self.passing = False
+        self.passing = self.whole = False
         self.holder: object = None
         self.exact = exact
         self.n_exact = self.opens_until = 0
@@ -167,32 +168,45 @@ class PooledSequence:
 
     def arrive(self) -> None:
         """Have the pool continue from where an exact batch ended, if one has."""
+        self._undo_trial()
         if self._arriving == self.n_tokens and self.exact is not None:
             self.exact.hand_over(self.ctx, self.n_tokens)
             self.paged.arrive()
         self._arriving = None
 
-    @contextmanager
-    def trial(self, n: int) -> Iterator[Plan]:
-        """Let up to n tokens be decoded through the pool after the last position; then all is as it was, but for chunks
-        that made room. Yields which did.
+    def begin_trial(self, n: int) -> Plan:
+        """Let up to n tokens be decoded through the pool after the last position. end_trial() then leaves all as it was, but for
+        chunks that made room. Returns which did.
 
-        Raises PoolError and HostMemoryError.
+        Exact batches may be decoded meanwhile: they extend the sequence beneath what is tried. Raises PoolError and HostMemoryError.
         """
-        with self.step():
-            self.paged.settle()
-            plan = self.paged.make_room(n)
-            # a window goes back by itself, unless its cells are shared: others' may have come between
-            saves = self.recurrent or (self.stateful and len(self.peers) > 1)
-            self._state = self.ctx.save_partial() if saves else b""
-            yield plan
-            self.end_trial()
+        self.recover()
+        if self.paged.ledger.lacks_protected:  # an exact batch was the last one, and what comes after it was cut off
+            self.settle_in()
+        self.consistent = False
+        self.paged.settle()
+        plan = self.paged.make_room(n, seals=False)
+        self.reads_exactly.take_over(self.ctx, self.n_tokens)  # its state: the trial changes that of the pool
+        # a window goes back by itself, unless its cells are shared: others' may have come between
+        saves = self.recurrent or (self.stateful and len(self.peers) > 1)
+        self._state = self.ctx.save_partial() if saves else b""
+        self.whole = True
+        return plan
+
+    @property
+    def trying(self) -> bool:
+        """Whether a trial is under way."""
+        return self._state is not None
 
     def end_trial(self) -> None:
         """Remove what a trial has decoded. Harmless without one."""
+        self._undo_trial()
+        self.recover()
+
+    def _undo_trial(self) -> None:
         if self._state is not None:
             self._go_back(self.n_tokens, self._state)
-        self._state = None
+        self._state, self.whole = None, False
 
     def _go_back(self, n_tokens: int, state: bytes) -> None:
         """Have the context go back to its first n_tokens positions. state: what no chunk holds, to be there then; empty if
@@ -238,9 +252,9 @@ class PooledSequence:
         if not cut_off:
             return
         for s in cut_off:
-            s.passing = False
+            s.passing = s.whole = False
             try:
-                s.end_trial()
+                s._undo_trial()  # noqa: SLF001 (a peer)
                 s.ctx.seq_rm(s.n_tokens)
             except UnsupportedError:
                 msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
@@ -289,6 +303,7 @@ class PooledSequence:
         if self.pager:
             self.pager.clear()
         self._arriving = self._state = None
+        self.passing = self.whole = False
         self.consistent = True
 
     def forget_exactly(self, n_tokens: int) -> None:

@@ -19,6 +19,7 @@ from pyllama_kvflash import native
 from pyllama_kvflash.events import Paged
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import Plan
+from pyllama_kvflash.pool.exact import Beside
 from pyllama_kvflash.pool.sequence import PooledSequence
 
 
@@ -98,12 +99,15 @@ def keep(part: Part) -> None:
     sequence.consistent = True
 
 
-def advance_exactly(part: Part, outputs: int = native.LAST, *, more: bool = False) -> Paged | None:
+def advance_exactly(
+    part: Part, outputs: int = native.LAST, *, more: bool = False, beside: Beside | None = None
+) -> Paged | None:
     """Decode a part, at most a batch of `exact`, against everything before it. Returns what moved.
 
     Keeps all tokens, but not those of a draft: keep_exactly() does. The pool then holds the chunk that is being written;
     settle_in() brings in others. outputs: as for advance(). more: another batch follows at once; only the last one of a pass
-    waits for the devices, and changes the pool. Whatever comes between ends the pass first (PooledSequence.recover).
+    waits for the devices, and changes the pool. Whatever comes between ends the pass first (PooledSequence.recover). beside: see
+    ExactReader.decode().
 
     Raises PoolError, HostMemoryError, Interrupted and NativeError.
     """
@@ -111,7 +115,7 @@ def advance_exactly(part: Part, outputs: int = native.LAST, *, more: bool = Fals
     passing = _go_on(sequence)
     start, exact, pager = sequence.n_tokens, sequence.reads_exactly, sequence.paged
     plan, records = pager.prepare(len(tokens), passing=passing)
-    exact.decode(sequence.ctx, tokens, start, records, outputs, more=more)
+    exact.decode(sequence.ctx, tokens, start, records, outputs, more=more, beside=beside)
     if not part.draft:
         part.accepted = len(tokens), None
         keep_exactly(part, more=more)
@@ -121,15 +125,18 @@ def advance_exactly(part: Part, outputs: int = native.LAST, *, more: bool = Fals
 def _go_on(sequence: PooledSequence) -> bool:
     """Begin an exact batch. Returns whether it follows the last one of its pass, and nothing came between."""
     alone = all(s.consistent for s in sequence.peers if s is not sequence)
-    passing = sequence.passing and not sequence.consistent and alone
-    if not passing:
+    whole = alone and (sequence.whole or not sequence.trying)
+    passing = sequence.passing and not sequence.consistent and whole
+    if not passing and not (sequence.trying and whole):
         sequence.recover()
-    sequence.consistent = sequence.passing = False
+    sequence.consistent = sequence.passing = sequence.whole = False
     return passing
 
 
 def keep_exactly(part: Part, *, more: bool = False) -> None:
-    """Keep those tokens of a part that are accepted, as keep() does, after advance_exactly()."""
+    """Keep those tokens of a part that are accepted, as keep() does, after advance_exactly(). more: a trial goes on, and the pool
+    stays behind.
+    """
     if part.accepted is None:
         return
     sequence, (n, following), start = part.sequence, part.accepted, part.sequence.n_tokens
@@ -140,8 +147,8 @@ def keep_exactly(part: Part, *, more: bool = False) -> None:
     if sequence.n_exact == start:
         sequence.n_exact = start + n
     if more:
-        sequence.paged.passed(sequence.reads_exactly.n_whole)
-        sequence.passing = True
+        sequence.paged.passed(min(sequence.reads_exactly.n_whole, sequence.n_tokens))  # the rest may be a draft's
+        sequence.passing, sequence.whole = True, sequence.trying
     else:
         sequence.arrive()
         sequence.consistent = True

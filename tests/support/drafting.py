@@ -273,6 +273,10 @@ def noise(files: Callable[[str], str]) -> Callable[..., float]:
     return floor
 
 
+WIDTH = 61
+"""Tokens of a batch that is wide enough to round as wider ones do."""
+
+
 def width_noise(path: Path, width: int, options: dict[str, Any]) -> float:
     """See noise."""
     rows: list[list[Logits]] = []

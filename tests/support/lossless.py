@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from pyllama_kvflash import KVFlash, Sampling, Token
-from pyllama_kvflash.options import LOOKAHEAD
-from support.drafting import width_noise
+from support.drafting import WIDTH, width_noise
 from support.rounding import Chosen, held
 from support.runs import GREEDY
 
@@ -30,6 +29,6 @@ def known(request: pytest.FixtureRequest, tiny_path: Any, needle_path: Any) -> C
 
     def known_of(name: str = "qwen3", **options: Any) -> Chosen:
         path = needle_path if name == "needle" else tiny_path(name)
-        return Chosen(width_noise(path, LOOKAHEAD + 1, {**request.module.FULL, **options}))
+        return Chosen(width_noise(path, WIDTH, {**request.module.FULL, **options}))
 
     return known_of

@@ -97,6 +97,10 @@ int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq
     });
 }
 
+int kvf_pace_exact(llama_context * ctx, bool paced) {
+    return kvf_guard([&] { llama_kvflash::panes(kvf_paned(ctx))->paced = paced; });
+}
+
 int kvf_wait_exact(llama_context * ctx, uint32_t n, llama_pos * end) {
     return kvf_guard([&] {
         auto & kv = kvf_paned(ctx);

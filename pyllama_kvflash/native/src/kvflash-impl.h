@@ -163,6 +163,7 @@ struct kvf_panes {
     // a batch at positions [pos, pos + n) begins, whose rows go to and come from records, laid out as `of` has it
     void begin(llama_context * ctx, const llama_kv_cache & kv, const llama_kv_cache & of, uint32_t pos, uint32_t n,
             void * const * records);
+    bool paced = false; // see kvf_pace_exact()
     // it is launched: wait() says when its records are whole. throws what went wrong in a callback
     void finish();
     // it is not: all copies have ended

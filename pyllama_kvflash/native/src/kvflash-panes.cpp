@@ -16,6 +16,9 @@ GGML_API void kvflash_sched_no_wait(ggml_backend_sched_t sched, bool no_wait);
 // the largest stride that a 2D copy of CUDA takes
 static constexpr ptrdiff_t MAX_STRIDE = INT32_MAX;
 
+// bytes of a copy beside which another thread computes: a token's inputs wait for one, and not for all rows of a layer
+static constexpr size_t PIECE = 2 << 20;
+
 // whether a node computes, rather than names a part of another
 bool kvf_computes(const ggml_tensor * t) {
     return t->op != GGML_OP_NONE && t->op != GGML_OP_VIEW && t->op != GGML_OP_RESHAPE && t->op != GGML_OP_PERMUTE &&
@@ -205,7 +208,8 @@ void kvf_panes::copy(const layer & l, uint32_t from, uint32_t to, bool in) {
 
         uint32_t        n      = 1;
         const ptrdiff_t stride = strides[chunk];
-        while (m == n_chunk && from + (n + 1) * n_chunk <= to && stride && strides[chunk + n - 1] == stride) {
+        const uint32_t  n_most = paced ? std::max<size_t>(1, PIECE / (n_chunk * row_k)) : UINT32_MAX;
+        while (m == n_chunk && from + (n + 1) * n_chunk <= to && stride && strides[chunk + n - 1] == stride && n < n_most) {
             n++;
         }
 
@@ -352,7 +356,9 @@ void kvf_panes::store(const turn & turn) {
 void kvf_panes::taken() {
     const auto & turn = order[n_done++];
     const auto & l    = layers[turn.layer];
-    follow(parts[l.part]);
+    auto &       p    = parts[l.part];
+    if (paced && p.stream) { ggml_backend_event_synchronize(p.panes[l.pane].loaded.get()); }
+    follow(p);
     store(turn);
 
     for (size_t i = n_done; i < order.size(); ++i) {

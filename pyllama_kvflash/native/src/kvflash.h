@@ -192,6 +192,10 @@ LLAMA_API int kvf_decode_each(
 // kvf_wait_exact() says so. on KVF_E_ABORTED and other errors, the rows from pos on are undefined, and all others complete
 LLAMA_API int kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, llama_seq_id seq, llama_pos pos,
         const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record, size_t record_size);
+// whether batches of a paned context, from now on, leave room for what another thread launches: a layer is launched only
+// when its rows are there, so that the device's queue is never full, and rows are copied in small pieces, between which
+// others are
+LLAMA_API int kvf_pace_exact(struct llama_context * ctx, bool paced);
 // wait for all batches of a paned context but the last n (at most 3 are under way). end: the positions whose rows are in the
 // records
 LLAMA_API int kvf_wait_exact(struct llama_context * ctx, uint32_t n, llama_pos * end);
