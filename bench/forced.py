@@ -38,10 +38,12 @@ N_WORDS = 500  # tokens that are used: every vocabulary has them
 @contextmanager
 def forced(text: Any, accepted: float | None) -> Iterator[None]:
     """Have every answer be `text`, (n,) int32. accepted: probability that a drafted token is right; None: draft nothing."""
-    rng, taken = np.random.default_rng(1), [0]
+    right = np.random.default_rng(1).random(len(text)) < (accepted or 0)  # the same ones, however is drafted
 
     class Forced(Sampler):
-        forked = False
+        """Draws the text; one that was forked, for drafts, a wrong token now and then."""
+
+        forked, taken = False, 0
 
         def fork(self) -> Any:
             res = super().fork()
@@ -49,23 +51,13 @@ def forced(text: Any, accepted: float | None) -> Iterator[None]:
             return res
 
         def sample(self, ctx: Context, i: int = -1) -> int:
-            found = super().sample(ctx, i)
-            if self.forked:
-                return found
-            taken[0] += 1
-            return int(text[taken[0] - 1])
+            super().sample(ctx, i)
+            at = min(self.taken, len(text) - 1)
+            self.taken += 1
+            return int(text[at]) if right[at] or not self.forked else (int(text[at]) + 1) % N_WORDS
 
-    draft = Lossless.draft
-
-    def guess(lossless: Lossless, token: int, n: int, sampler: Sampler) -> Any:
-        found, moved = draft(lossless, token, n, sampler)
-        right = text[taken[0] : taken[0] + len(found)]
-        wrong = rng.random(len(right)) >= (accepted or 0)
-        return np.where(wrong, (right + 1) % N_WORDS, right).astype(np.int32), moved
-
-    kept = generation.Sampler, Lossless.draft, Lookahead.n, Model.is_eog, Model.piece
+    kept = generation.Sampler, Lookahead.n, Model.is_eog, Model.piece
     generation.Sampler = Forced  # type: ignore[misc]
-    Lossless.draft = guess  # type: ignore[method-assign]
     Model.is_eog = lambda *_: False  # type: ignore[method-assign]
     Model.piece = lambda *_, **__: b""  # type: ignore[method-assign]
     if accepted is None:
@@ -73,7 +65,7 @@ def forced(text: Any, accepted: float | None) -> Iterator[None]:
     try:
         yield
     finally:
-        generation.Sampler, Lossless.draft, Lookahead.n, Model.is_eog, Model.piece = kept  # type: ignore[misc, method-assign]
+        generation.Sampler, Lookahead.n, Model.is_eog, Model.piece = kept  # type: ignore[misc, method-assign]
 
 
 def decode(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, float]:
@@ -86,6 +78,22 @@ def decode(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, float
     n, s = sum(isinstance(e, Token) for e in events), events[-1].stats  # type: ignore[union-attr]
     kv.rollback(start)
     return n / seconds, n / ((s.draft_steps + s.plain_steps) or n)
+
+
+def ways_to_decode(kv: KVFlash, accepted: list[float]) -> list[tuple[str, float | None, bool]]:
+    """Return a name, the share of right drafts, and whether is drafted beside checks."""
+    res: list[tuple[str, float | None, bool]] = [("", None, False)]
+    if kv.n_pool:
+        res += [("lossless, ", a, False) for a in (None, *accepted)]
+    if kv.n_pool and kv.sequence.reads_exactly.streams:
+        res += [("lossless, beside checks, ", a, True) for a in accepted]
+    return res
+
+
+class Alone(Lossless):
+    """Drafts nothing beside a check."""
+
+    _goes_on = False  # type: ignore[assignment]
 
 
 def free() -> int:
@@ -134,11 +142,9 @@ def main() -> None:
                         begin = time.perf_counter()
                         for _ in kv.prefill(prompt):
                             pass
-                        lossless = kv.decoder.lossless
                         read = n / (time.perf_counter() - begin)
-                        checked = [] if name == "full" else [("lossless, ", a) for a in (None, *args.accepted)]
-                        for how, a in [("", None), *checked]:
-                            kv.decoder.lossless = lossless if how else None
+                        for how, a, beside in ways_to_decode(kv, args.accepted):
+                            kv.decoder.lossless = (Lossless if beside else Alone)(kv.sequence, None) if how else None
                             rate, each = decode(kv, text[: len(text) // 8] if how and a is None else text, a)
                             base = rate if name == "full" else base
                             share = f"{rate / base:.2f}" if base else "-"

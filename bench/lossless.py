@@ -30,8 +30,8 @@ from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.events import Stats
-from pyllama_kvflash.native import ALL, Context, Sampler, Tokens
-from pyllama_kvflash.options import LOOKAHEAD, Options, Spec
+from pyllama_kvflash.native import ALL, LAST, Context, Record, Sampler, Tokens
+from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.pool.exact import ExactReader
 
 WIDTH = 9
@@ -68,15 +68,23 @@ def rows_kept() -> Iterator[list[Logits]]:
 def batches_kept() -> Iterator[list[tuple[int, Tokens, list[Logits], int]]]:
     """Keep what is checked: position, tokens, logits of each, and how many stand."""
     found: list[tuple[int, Tokens, list[Logits], int]] = []
-    decode, keep, last = ExactReader.decode, ExactReader.keep, [np.empty(0, np.int32)]
+    decode, keep, last = ExactReader.decode, ExactReader.keep, [(np.empty(0, np.int32), LAST)]
 
-    def decoded(reader: ExactReader, pool: Context, tokens: Tokens, *args: Any) -> None:
-        last[0] = tokens.copy()
-        decode(reader, pool, tokens, *args)
+    def decoded(
+        reader: ExactReader,
+        pool: Context,
+        tokens: Tokens,
+        start: int,
+        records: Sequence[Record],
+        outputs: int,
+        **how: Any,
+    ) -> None:
+        last[0] = tokens.copy(), outputs
+        decode(reader, pool, tokens, start, records, outputs, **how)
 
     def kept(reader: ExactReader, pool: Context, start: int, n: int, n_batch: int) -> None:
-        if n_batch <= LOOKAHEAD + 1:
-            found.append((start, last[0], [pool.logits(i) for i in range(n_batch)], n))
+        if last[0][1] == ALL:
+            found.append((start, last[0][0], [pool.logits(i) for i in range(n_batch)], n))
         keep(reader, pool, start, n, n_batch)
 
     ExactReader.decode, ExactReader.keep = decoded, kept  # type: ignore[method-assign]
@@ -219,7 +227,9 @@ def _rows(job: tuple[Path | str, int, Sequence[int]]) -> list[Row]:
 
 def jobs(args: argparse.Namespace) -> list[tuple[Path | str, int, Sequence[int]]]:
     """Return all prompts: source, number, seeds."""
-    sources = [(text, args.prompts) for text in args.texts] + [(task, args.ruler) for task in TASKS if args.ruler]
+    sources = [(text, args.prompts) for text in args.texts] + [
+        (task, args.ruler) for task in args.tasks or TASKS if args.ruler
+    ]
     found = [(source, i) for source, n in sources for i in range(n)]
     by_turns = itertools.cycle([seed] for seed in args.seeds)
     return [(*job, next(by_turns) if args.one_seed else args.seeds) for job in found]
@@ -257,6 +267,7 @@ def main() -> None:
     parser.add_argument("--one-seed", action="store_true", help="a prompt has one of the seeds, by turns")
     parser.add_argument("-t", dest="threads", type=int, default=None)
     parser.add_argument("-fa", dest="flash_attn", default="auto")
+    parser.add_argument("--tasks", nargs="*", default=(), help="those of --ruler; all if none is named")
     parser.add_argument("--panes", type=int, default=0)
     parser.add_argument("--spec", default=None)
     parser.add_argument("--processes", type=int, default=1, help="beside each other: then speeds say little")
