@@ -19,9 +19,8 @@ TEXTS = ("prose", "code")
 def rows(table: int, text: int) -> list[KldRow]:
     """Return the rows of a table. table, text: which of TABLES and TEXTS."""
     page = (DOCS / "results" / "coarse.md").read_text("utf-8")
-    lines = [part for part in page.split("\n\n") if part.startswith(START) and "same top" in part][table].splitlines()[
-        2:
-    ]
+    tables = [part for part in page.split("\n\n") if part.startswith(START) and "same top" in part]
+    lines = tables[table].splitlines()[2:]
     _, n_ctx, full = TABLES[table]
     found = []
     for line in lines:

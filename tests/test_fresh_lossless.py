@@ -209,7 +209,7 @@ def test_a_trial_leaves_guests_of_what_stands(opened: Open, name: str) -> None:
     for i in range(40):
         kv.ctx.decode(TOKENS[1000 + i : 1001 + i], 700 + i)
         guests(kv)
-    kv.sequence.end_trial()
+    kv.sequence.recover()
     assert kv.n_tokens == 700
     assert kv.pager.ledger.n_sealed == n_sealed
     after = guests(kv)

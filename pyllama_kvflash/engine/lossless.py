@@ -98,7 +98,6 @@ class Lossless:
             self._at = (sequence.n_tokens, token)
             if n or self._goes_on:
                 events = self._begin_trial(n)
-                sequence.whole = False
         if self._sampler is None:
             self._sampler = sampler.fork()
         ahead = len(self._drafted)
@@ -171,9 +170,8 @@ class Lossless:
         sequence, n = self._sequence, self._n_checked + 1
         if not sequence.reads_exactly.streams or sequence.recurrent:
             return n
-        to_chunk = (
-            -(sequence.n_tokens + n) % sequence.options.chunk
-        )  # further on, it would take host memory for another chunk
+        # further on, it would take host memory for another chunk
+        to_chunk = -(sequence.n_tokens + n) % sequence.options.chunk
         return min(-(-n // _PADDED) * _PADDED, n + to_chunk, self._room)
 
     def beside(self, left: int) -> Beside | None:

@@ -42,8 +42,8 @@ class DraftLength:
     def checked(self, n_drafted: int, n_right: int, draft_s: float, check_s: float, width: int = 0) -> None:
         """Record a draft of n_drafted tokens, of which the first n_right were right.
 
-        draft_s: seconds of the draft; 0: it was drafted beside the check before. check_s: seconds of its check. width: tokens of the batch that checked it; 0: the
-        drafted ones and the one before them.
+        draft_s: seconds of the draft; 0: it was drafted beside the check before. check_s: seconds of its check. width: tokens of
+        the batch that checked it; 0: the drafted ones and the one before them.
         """
         if self._lookahead:
             self._lookahead.checked(n_drafted, n_right, draft_s, check_s, width)

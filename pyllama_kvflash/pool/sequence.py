@@ -175,7 +175,7 @@ class PooledSequence:
         self._arriving = None
 
     def begin_trial(self, n: int) -> Plan:
-        """Let up to n tokens be decoded through the pool after the last position. end_trial() then leaves all as it was, but for
+        """Let up to n tokens be decoded through the pool after the last position. recover() then leaves all as it was, but for
         chunks that made room. Returns which did.
 
         Exact batches may be decoded meanwhile: they extend the sequence beneath what is tried. Raises PoolError and HostMemoryError.
@@ -190,7 +190,6 @@ class PooledSequence:
         # a window goes back by itself, unless its cells are shared: others' may have come between
         saves = self.recurrent or (self.stateful and len(self.peers) > 1)
         self._state = self.ctx.save_partial() if saves else b""
-        self.whole = True
         return plan
 
     @property
@@ -198,12 +197,8 @@ class PooledSequence:
         """Whether a trial is under way."""
         return self._state is not None
 
-    def end_trial(self) -> None:
-        """Remove what a trial has decoded. Harmless without one."""
-        self._undo_trial()
-        self.recover()
-
     def _undo_trial(self) -> None:
+        """Remove what a trial has decoded. Harmless without one."""
         if self._state is not None:
             self._go_back(self.n_tokens, self._state)
         self._state, self.whole = None, False
