@@ -1,5 +1,6 @@
 """The machine of support/paging.py can fail: one rule of the policy is broken at a time."""
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,7 +18,10 @@ from pyllama_kvflash.policy.sizing import SPARE_BLOCKS
 
 pytestmark = pytest.mark.nightly(POLICY)
 
-QUICK = settings(FULL, max_examples=300, phases=(Phase.generate,), report_multiple_bugs=False, print_blob=False)
+# as many examples as it takes: the first that fails ends the search. Which one that is hangs on what else this process has
+# imported (Hypothesis tries the constants of its files), so `why` names each check that may see the rule first
+QUICK = settings(FULL, max_examples=5000, phases=(Phase.generate,), report_multiple_bugs=False, print_blob=False)
+UNPROTECTED = "protected chunk . is dropped|does not stay|protected chunks {.*} were evicted"
 
 
 def ignore_protection(self: Ledger) -> npt.NDArray[np.bool_]:
@@ -172,10 +176,10 @@ WRITE = Ledger.write
 APPEND = Ledger.append
 
 BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
-    (Ledger, "evictable", ignore_protection, Paging, "protected chunk . is dropped"),
+    (Ledger, "evictable", ignore_protection, Paging, UNPROTECTED),
     (Ledger, "evictable", ignore_records, Paging, "chunk . has no record: it would be lost"),
-    (Ledger, "protected", protect_nothing, Paging, "protected chunk . is dropped"),
-    (Ledger, "protected", protect_no_pins, Paging, "protected chunk . is dropped|does not stay"),
+    (Ledger, "protected", protect_nothing, Paging, UNPROTECTED),
+    (Ledger, "protected", protect_no_pins, Paging, UNPROTECTED),
     (Ledger, "drop", drop_forgets_stored, Paging, "neither resident nor stored"),
     (Ledger, "drop", drop_keeps_the_block, Paging, "ledger and pool differ"),
     (Ledger, "new_chunks", count_whole_chunks, Paging, "chunks for . positions"),
@@ -193,7 +197,7 @@ BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
     (Geometry, "blocks", floor_without_pins, Paging, "the next batch would find no room|can be freed"),
     (planning, "_given_up", too_few, Paging, "chunks in a pool of . blocks|no free block"),
     (planning, "_given_up", keep_nothing, Paging, "were not brought in|no room, and yet a plan"),
-    (planning, "_given_up", hottest, Exact, "not the coldest"),
+    (planning, "_given_up", hottest, Exact, "not the coldest|no room, and yet a plan"),
     (
         planning,
         "reselect",
@@ -206,7 +210,13 @@ BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
     (planning, "reselect", choose_by_recency, Exact, "not the hottest|not the coldest"),
     (planning, "reselect", swap_too_many, Exact, "not the hottest first"),
     (Ledger, "write", scores_are_kept, Exact, "array_equal"),
-    (Ledger, "append", begun_chunk_stays, Paging, "ledger and pool differ"),
+    (
+        Ledger,
+        "append",
+        begun_chunk_stays,
+        Paging,
+        "ledger and pool differ|were not brought in|more than the pool",
+    ),
     (Ledger, "append", read_without_records, Paging, "neither resident nor stored|not there to be stored"),
     (Ledger, "append", read_earlier, Exact, "touched"),
     (Ledger, "append", read_scores_are_kept, Exact, "array_equal"),
@@ -227,5 +237,5 @@ def test_the_machine_sees_a_broken_rule(
 ) -> None:
     """An invariant, or the ledger itself, fires, and for the reason that is expected."""
     monkeypatch.setattr(owner, name, broken)
-    with pytest.raises((AssertionError, PoolError), match=why.replace(".", "[0-9]+")):  # LedgerError is one
+    with pytest.raises((AssertionError, PoolError), match=re.sub(r"\.(?!\*)", "[0-9]+", why)):  # LedgerError is one
         run_state_machine_as_test(machine, settings=QUICK)
