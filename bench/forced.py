@@ -7,6 +7,8 @@ probability. All is computed as usual: the pool drafts as its policy has it, the
 run: the full cache where it fits, the pool without checks, and streaming of one token a pass (nothing drafted), for an eighth of
 the tokens. Each cache reads its prompt once.
 
+--clients 2 4: so many texts of that length, whose answers take turns, as in the server; the tok/s are those of all.
+
 said, taken: device memory in MiB that `kvflash inspect` says, and by how much free memory is less once all is done.
 """
 
@@ -25,6 +27,7 @@ from pyllama_kvflash.bench.grid import usual_coarse
 from pyllama_kvflash.bench.shapes import shape_file
 from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.engine import generation
+from pyllama_kvflash.engine.generation import step_together
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import KVFlashError
@@ -80,6 +83,29 @@ def decode(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, float
     return n / seconds, n / ((s.draft_steps + s.plain_steps) or n)
 
 
+def decode_all(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, float]:
+    """Return tokens a second of all sequences, and tokens a round of each, where their answers take turns. They stay as they are."""
+    starts, n_rounds = [s.n_tokens for s in kv.sequences], 0
+    with forced(text, accepted):
+        greedy = Sampling(temperature=0)
+        runs = [s.generation(text[-1:], max_tokens=len(text), sampling=greedy) for s in kv.sequences]
+        for run in runs:
+            while run.reading:
+                list(run.read())
+        begin = time.perf_counter()
+        while left := [run for run in runs if not run.ended]:
+            n_rounds += len(left)
+            if kv.decoder.lossless:
+                for run, following in zip(left, [*left[1:], left[0]], strict=True):
+                    run.step(following if following is not run else None)
+            else:
+                step_together(left)
+        seconds = time.perf_counter() - begin
+    for s, start in zip(kv.sequences, starts, strict=True):
+        s.rollback(start)
+    return len(runs) * len(text) / seconds, len(runs) * len(text) / n_rounds
+
+
 def ways_to_decode(kv: KVFlash, accepted: list[float]) -> list[tuple[str, float | None, bool]]:
     """Return a name, the share of right drafts, and whether is drafted beside checks."""
     res: list[tuple[str, float | None, bool]] = [("", None, False)]
@@ -112,23 +138,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.8, 0.9, 0.95])
     parser.add_argument("--panes", type=int, nargs="+", default=[2, 999])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1])
     parser.add_argument("-ub", type=int, default=512)
     parser.add_argument("-ct", default="f16")
     args = parser.parse_args()
     print(f"{args.shape}, pool {args.pool:,}, {args.ct}, {args.tokens} tokens; {hardware()}\n")
     print(
-        "| context | cache | prefill tok/s | accepted | tok/s | of full | tokens a round | device KV, MiB | said | taken |\n"
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+        "| context | clients | cache | prefill tok/s | accepted | tok/s | of full | tokens a round | device KV, MiB | said | taken |\n"
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
     rng = np.random.default_rng(0)
     with ExitStack() as stack:
         path = stack.enter_context(shape_file(args.shape, args.shape_dir))
-        for n in args.contexts:
-            options: dict[str, Any] = {"n_ctx": n + args.tokens + 64, "n_ubatch": args.ub}
+        for n, clients in itertools.product(args.contexts, args.clients):
+            options: dict[str, Any] = {"n_ctx": n + args.tokens + 64, "n_ubatch": args.ub, "n_parallel": clients}
             options |= {"type_k": args.ct, "type_v": args.ct}
             ways: list[tuple[str, dict[str, Any]]] = [("full", {"pool": "off"})]
             for policy, panes in itertools.product(args.policies, args.panes):
-                own = {"pool": args.pool, "panes": panes, "policy": policy, "mode": "lossless", "opening": 0}
+                own = {"pool": clients * args.pool, "panes": panes, "policy": policy, "mode": "lossless", "opening": 0}
                 own["coarse"] = usual_coarse(policy)
                 ways.append((f"{policy}, {panes} panes", own))
             base = None
@@ -140,22 +167,24 @@ def main() -> None:
                         prompt = rng.integers(0, N_WORDS, n, dtype=np.int32)
                         text = rng.integers(0, N_WORDS, args.tokens, dtype=np.int32)
                         begin = time.perf_counter()
-                        for _ in kv.prefill(prompt):
-                            pass
-                        read = n / (time.perf_counter() - begin)
+                        for s in kv.sequences:
+                            list(s.prefill(prompt))
+                        read = clients * n / (time.perf_counter() - begin)
                         for how, a, beside in ways_to_decode(kv, args.accepted):
-                            kv.decoder.lossless = (Lossless if beside else Alone)(kv.sequence, None) if how else None
-                            rate, each = decode(kv, text[: len(text) // 8] if how and a is None else text, a)
+                            for s in kv.sequences:
+                                s.decoder.lossless = (Lossless if beside else Alone)(s.sequence, None) if how else None
+                            some = text[: len(text) // 8] if how and a is None else text
+                            rate, each = (decode if clients == 1 else decode_all)(kv, some, a)
                             base = rate if name == "full" else base
                             share = f"{rate / base:.2f}" if base else "-"
                             print(
-                                f"| {n:,} | {how}{name} | {read:,.0f} | {'-' if a is None else a} | {rate:.1f} | {share} |"
+                                f"| {n:,} | {clients} | {how}{name} | {read:,.0f} | {'-' if a is None else a} | {rate:.1f} | {share} |"
                                 f" {each:.2f} | {kv.resident_bytes / 2**20:,.0f} | {said / 2**20:,.0f} |"
                                 f" {(before - free()) / 2**20:,.0f} |",
                                 flush=True,
                             )
                 except KVFlashError as err:
-                    print(f"| {n:,} | {name} | {err} |", flush=True)
+                    print(f"| {n:,} | {clients} | {name} | {err} |", flush=True)
 
 
 if __name__ == "__main__":

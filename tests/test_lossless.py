@@ -1,6 +1,5 @@
 """Lossless decoding: tokens drafted through the pool and checked against everything. The text is the full cache's."""
 
-import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,10 @@ from support import drafting, lossless, snapshots, tiny, tiny_drafters
 from support.changes import ENGINE, crossed
 from support.cuts import cut_off, cut_off_at_every_line
 from support.drafting import WIDTH, width_noise
-from support.lossless import answer, chosen_alike
+from support.lossless import CHUNK, FULL, N_POOL, SMALL, answer, chosen_alike, rows_apart, width_apart
 from support.oracles import ON_GPU
-from support.rounding import Chosen, held, relative_rms
-from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, out, read, turn
+from support.rounding import Chosen, held
+from support.runs import GREEDY, MODELS, TOKENS, Open, check_residency, out, read, turn
 
 from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.engine.lossless import Lossless
@@ -34,45 +33,11 @@ known = lossless.known
 snap = snapshots.snap
 wordless = snapshots.wordless
 
-CHUNK, N_POOL, N_UBATCH = 16, 256, 64
-
-SMALL: dict[str, Any] = {
-    **BY_SIXTEEN,
-    "pool": N_POOL,
-    "panes": 2,
-    "mode": "lossless",
-}
-FULL = {**SMALL, "pool": "off", "mode": "fast"}
+N_UBATCH = 64
 
 
 def n_streamed(kv: KVFlash) -> int:
     return kv.sequence.reads_exactly.ctx.pane_info().n_bytes
-
-
-def rows_apart(kv: KVFlash, plain: KVFlash, first: int) -> float:
-    """How far the records from chunk `first` on are from those of the same text, read as a prompt; what the pool holds of a
-    chunk is what its record has.
-    """
-    list(plain.prefill(kv.tokens))
-    got, want = ([one.pager.records.get(c) for c in range(kv.n_tokens // CHUNK)] for one in (kv, plain))
-    there = np.zeros_like(got[0])
-    n_meta = kv.ctx.pool_info().meta_bytes
-    for chunk, record in enumerate(got):
-        assert np.array_equal(record[:n_meta], want[chunk][:n_meta])
-        if kv.ctx.block_of(chunk) >= 0:
-            kv.ctx.read(chunk, there)
-            assert np.array_equal(there, record), f"chunk {chunk} in the pool"
-    rows = [np.concatenate([record[n_meta:].view(np.float16) for record in part[first:]]) for part in (got, want)]
-    return relative_rms(*(part.astype(np.float32) for part in rows))
-
-
-def width_apart(opened: Open, name: str) -> float:
-    """What the width of a batch does to rows: four times what is seen, for it has a tail."""
-    narrow, wide = opened(name, mode="fast"), opened(name, mode="fast")
-    for at in (600, *range(603, 700, 3)):
-        read(narrow, at)
-    read(wide, narrow.n_tokens)
-    return 4 * rows_apart(narrow, wide, 600 // CHUNK)
 
 
 class Batches:
@@ -272,162 +237,6 @@ def test_it_drafts_again_after_a_rollback(opened: Open, known: Callable[..., Cho
         want, got = (chosen_alike(chosen, one, TOKENS[:3], 20, append=True) for one in (full, kv))
         assert got == want
         check_residency(kv, CHUNK)
-
-
-#
-# drafts beside checks, as on a GPU that streams layers
-#
-
-
-@pytest.fixture
-def went_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Has 3 tokens drafted before a check and 5 beside it, whatever the clock says. Says after which checks drafting went on."""
-    found: list[bool] = []
-    beside, accepted = Lossless.beside, Lossless.accepted
-
-    def five(lossless: Lossless, left: int) -> Any:
-        draft, calls = beside(lossless, left), itertools.count()
-        return draft and (lambda _done: draft(lambda: next(calls) >= 5))
-
-    def seen(lossless: Lossless, n: int, following: int | None) -> bool:
-        found.append(accepted(lossless, n, following))
-        return found[-1]
-
-    monkeypatch.setattr(ExactReader, "streams", True)
-    monkeypatch.setattr(Lookahead, "n", 3)
-    monkeypatch.setattr(Lossless, "beside", five)
-    monkeypatch.setattr(Lossless, "accepted", seen)
-    return found
-
-
-def drafts_of(text: list[int], wrong: set[int], start: int) -> Callable[..., int]:
-    """Samples drafts from a text whose first token is at position start, but a wrong token at some positions."""
-
-    def sample(lossless: Lossless, _sampler: Any, _i: int) -> int:
-        at = lossless._at[0] + 1 + len(lossless._drafted)
-        token = text[at - start] if at - start < len(text) else 0
-        return (token + 1) % tiny.N_VOCAB if at in wrong else token
-
-    return sample
-
-
-@pytest.mark.parametrize(
-    "wrong", [set(), {710, 711, 730, 765}, set(range(701, 800, 2))], ids=["never", "some", "each other"]
-)
-def test_drafting_goes_on_beside_a_check(
-    opened: Open,
-    known: Callable[..., Chosen],
-    wordless: None,
-    monkeypatch: pytest.MonkeyPatch,
-    went_on: list[bool],
-    wrong: set[int],
-) -> None:
-    """The text is the full cache's, and so are the rows; the pool has them, once drafting ends."""
-    chosen = known()
-    kv, full, plain = opened(), opened(**FULL), opened(mode="fast")
-    want = chosen_alike(chosen, full, TOKENS[:700], 90)
-    monkeypatch.setattr(Lossless, "_sample", drafts_of(want, wrong, 700))
-    assert chosen_alike(chosen, kv, TOKENS[:700], 90) == want
-    check_residency(kv, CHUNK)
-    assert any(went_on) == (len(wrong) < 40)
-    assert not all(went_on)
-    assert rows_apart(kv, plain, 700 // CHUNK) <= width_apart(opened, "qwen3")
-    chosen.rows.clear()
-    more = [chosen_alike(chosen, one, TOKENS[:5], 20, append=True) for one in (full, kv)]
-    assert more[0] == more[1]
-    check_residency(kv, CHUNK)
-
-
-def test_what_is_drafted_beside_a_check_is_of_its_text(
-    opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
-) -> None:
-    """The pool's own: a draft is the same token, whether it was drafted beside a check or after it."""
-    drafted: list[dict[int, int]] = []
-
-    def answers(kv: KVFlash) -> list[int]:
-        found: dict[int, int] = {}
-        sample = Lossless._sample
-
-        def noted(lossless: Lossless, sampler: Any, i: int) -> int:
-            token = sample(lossless, sampler, i)
-            found[lossless._at[0] + 1 + len(lossless._drafted)] = token
-            return token
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Lossless, "_sample", noted)
-            drafted.append(found)
-            return answer(kv, TOKENS[:700], 60)
-
-    beside = answers(opened("needle"))
-    assert any(went_on)
-    monkeypatch.setattr(ExactReader, "streams", False)
-    assert answers(opened("needle")) == beside
-    both = drafted[0].keys() & drafted[1].keys()
-    assert len(both) > 30
-    assert np.mean([drafted[0][at] == drafted[1][at] for at in both]) > 0.9
-
-
-@pytest.mark.nightly(ENGINE)
-def test_sequences_take_turns_beside_checks(
-    opened: Open, known: Callable[..., Chosen], wordless: None, went_on: list[bool]
-) -> None:
-    """A turn of another one ends what goes on."""
-    kv, texts = opened(n_parallel=2, pool=2 * N_POOL), (TOKENS[:700], TOKENS[700:1300])
-    chosen = [known() for _ in texts]
-    want = [chosen_alike(c, opened(**FULL), text, 60) for c, text in zip(chosen, texts, strict=True)]
-    runs = []
-    for s, c, text in zip(kv.sequences, chosen, texts, strict=True):
-        with held(c):
-            runs.append(s.generation(text, max_tokens=60, sampling=GREEDY))
-    got: list[list[int]] = [[], []]
-    while not all(run.ended for run in runs):
-        for i, run in enumerate(runs):
-            got[i] += [] if run.ended else turn(run)
-    assert got == want
-    assert any(went_on)
-    kv.check_integrity()
-
-
-@pytest.mark.nightly(ENGINE)
-def test_cut_off_beside_a_check(
-    opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
-) -> None:
-    """Ctrl-C in the thread that drafts, wherever it is."""
-    chosen = known()
-    want = [*TOKENS[:400].tolist(), *chosen_alike(chosen, opened(**FULL), TOKENS[:400], 60)]
-    monkeypatch.setattr(Lossless, "_sample", drafts_of(want, {412}, 0))
-    plain, limit = opened(mode="fast"), width_apart(opened, "qwen3")
-
-    def fresh() -> KVFlash:
-        kv = opened()
-        read(kv, 399)
-        return kv
-
-    def act(kv: KVFlash) -> None:
-        with held(chosen):
-            answer(kv, want[399:400], 16, append=True)
-
-    def check(kv: KVFlash) -> None:
-        left = [*kv.tokens.tolist(), *([] if kv.sequence.pending is None else [kv.sequence.pending])]
-        assert left == want[: len(left)]
-        n = len(left)
-        if n % 2 or kv.sequence.pending is None:
-            kv.check_integrity()
-            with held(chosen, n - 399):
-                assert answer(kv, want[n : n + 1], 6, append=True) == want[n + 1 : n + 7]
-        else:  # whatever comes next repairs what is left
-            with held(chosen, n - 400):
-                assert answer(kv, [], 6, append=True) == want[n : n + 6]
-        check_residency(kv, CHUNK)
-        if kv.n_tokens // CHUNK > 400 // CHUNK:
-            plain.clear()
-            assert rows_apart(kv, plain, 400 // CHUNK) <= limit
-        kv.clear()
-        read(kv, 399)
-
-    _, places = cut_off_at_every_line(fresh, act, check, step=int(os.environ.get("KVFLASH_CUT_STEP", "47")))
-    assert any(place.startswith("lossless") for place in places)
-    assert any(went_on)
 
 
 #

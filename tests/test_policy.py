@@ -11,7 +11,7 @@ from support.changes import POLICY
 from support.paging import FULL, Exact, Paging, by_heat, check_choice, check_swaps, come_back, filled, heat_of, snapshot
 
 from pyllama_kvflash.errors import PoolError
-from pyllama_kvflash.policy import Ledger, LedgerError, Plan, State, bring_in, make_room, reselect
+from pyllama_kvflash.policy import Blocks, Ledger, LedgerError, Plan, State, bring_in, make_room, reselect
 from pyllama_kvflash.policy.ledger import _CHUNK
 
 
@@ -354,6 +354,28 @@ def test_full_chunks_need_no_block_and_a_begun_one_does() -> None:
     assert (ledger.n_free, ledger.n_resident) == (0, 8)
     assert ledger.state[-2:].tolist() == [State.OUT, State.RESIDENT]
     ledger.check_integrity()
+
+
+def test_a_trial_has_its_blocks_whatever_is_computed_beneath_it() -> None:
+    """However many of the tried positions are appended, and until it ends, other sequences find the same blocks free."""
+    blocks = Blocks(12)
+    mine, other = (Ledger(blocks, 4, n_sinks=1, n_tail=1) for _ in range(2))
+    mine.write(10)
+    assert (blocks.n_free, blocks.n_spare) == (9, 6)
+    mine.try_out(9)  # chunk 2 goes on, 3 and 4 begin
+    assert (mine.n_tried, other.n_free, blocks.n_spare) == (2, 7, 4)
+    for n, n_tried in [(1, 2), (1, 3), (1, 2), (4, 2), (2, 2)]:
+        assert not mine.needs_block
+        mine.append(n)
+        assert (mine.n_tried, other.n_free) == (n_tried, 7)
+        mine.check_integrity()
+    with pytest.raises(LedgerError, match="8 new chunks, 7 free blocks"):
+        other.try_out(32)
+    mine.try_out(0)
+    assert (mine.n_tried, other.n_free) == (0, 9)
+    mine.try_out(30)
+    mine.clear()
+    assert blocks.n_free == 12
 
 
 def test_what_is_under_way_goes_on_while_positions_are_computed_elsewhere() -> None:

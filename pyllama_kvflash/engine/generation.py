@@ -17,6 +17,7 @@ from pyllama_kvflash.engine.writer import Writer
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, SnapshotError, number
 from pyllama_kvflash.events import DraftStats, Event, Prefill, Token, Warn, sum_stats
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
+from pyllama_kvflash.pool.exact import Beside
 
 _AHEAD = 4096  # tokens of an answer whose host memory is taken in advance
 
@@ -219,15 +220,18 @@ class Generation:
     # the answer: prepare(), next_step() and compare() are parts of a step, for step_together()
     #
 
-    def step(self) -> list[Event]:
-        """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode(), and InUseError."""
-        return self._claim.run(self._step)
+    def step(self, following: "Generation | None" = None) -> list[Event]:
+        """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode(), and InUseError.
 
-    def _step(self) -> list[Event]:
+        following: the answer whose step is the next one: it may draft while this one's draft is checked.
+        """
+        return self._claim.run(self._step, following)
+
+    def _step(self, following: "Generation | None") -> list[Event]:
         if lossless := self.decoder.lossless_now:
             self._writer.go_back()
             return [
-                *LosslessStep(self._writer, lossless).take(),
+                *LosslessStep(self._writer, lossless).take(following.ahead() if following else None),
                 *self.answer.shown(),
                 *self.decoder.after_step(),
             ]
@@ -235,6 +239,13 @@ class Generation:
         [events] = steps.take([self.next_step(self.decoder.sequence.options.n_ubatch)])
         found = self.compare()  # before the tokens are taken out: it may be cut off
         return [*events, *self.answer.shown(), *found, *self.decoder.after_step()]
+
+    def ahead(self) -> Beside | None:
+        """Return what of the next step can be done while another answer's draft is checked; None: nothing."""
+        lossless = None if self.reading or self.ended else self.decoder.lossless_now
+        if not lossless or not self._claim.holds or self.decoder.sequence.n_tokens > self._writer.at:
+            return None
+        return LosslessStep(self._writer, lossless).ahead()
 
     def prepare(self) -> None:
         """Before a step, undo one that was cut off, and begin to compare with the full cache if that is due."""
@@ -281,15 +292,23 @@ class Generation:
         return alone and (bool(len(self._guesses)) or drafts.reads_features)
 
     def _limits(self) -> tuple[int, int]:
-        """Return the width of a batch that checks a draft, and how many of its tokens may be accepted; (1, 1): no draft."""
+        """Return the width of a batch that checks a draft, and how many of its tokens may be accepted; (1, 1): no draft.
+
+        Within these limits each token sees the same chunks as if it were decoded alone.
+        """
         sequence, drafts = self.decoder.sequence, self.decoder.drafts
         options = sequence.options
         width = drafts.length.n + 1 if drafts else 1
         n_batch = min(self.decoder.n_batch, options.n_ubatch)  # one graph, or the queries of the last token may be lost
         if width == 1 or sequence.n_tokens + width > options.n_ctx or width > n_batch:
             return 1, 1
-        width, n_most = sequence.draft_limits(width)
-        return width, min(n_most, self.answer.left(sequence.n_tokens) + 1)
+        n_most, selector, pager = self.answer.left(sequence.n_tokens) + 1, sequence.selector, sequence.pager
+        if pager:
+            width = pager.fitting(width)
+            if pager.flights.in_motion:
+                return width, 1
+            n_most = min(n_most, selector.n_steady) if selector else n_most
+        return width, min(n_most, width)
 
     #
     # the meter

@@ -119,9 +119,14 @@ class Claim:
         self._sequence = sequence
         self._mark = sequence.holder = object()  # not the claim, which leads to the guard
 
+    @property
+    def holds(self) -> bool:
+        """Whether nothing else has taken the sequence."""
+        return self._sequence.holder is self._mark
+
     def check(self) -> None:
         """Raise InUseError if something else has taken the sequence."""
-        if self._sequence.holder is not self._mark:
+        if not self.holds:
             raise InUseError(_OVERTAKEN)
 
     def run(self, call: Callable[..., R], *args: Any) -> R:

@@ -9,11 +9,13 @@ being checked proves right, what was drafted meanwhile is the next draft, and th
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
 from pyllama_kvflash import native
 from pyllama_kvflash.engine.speculation import Drafts
+from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.events import DraftStats, Event, Paged
 from pyllama_kvflash.native import Sampler, Tokens
 from pyllama_kvflash.policy.draft_length import DraftLength
@@ -45,6 +47,7 @@ class Lossless:
         # a state goes back to where the last check began, and no further; a scorer chooses after each check
         self._fixed = n_fixed > 0
         self._draft_s = 0.0
+        self._events: list[Event] = []  # of drafts that were made ahead
         self._forget()
 
     @property
@@ -90,16 +93,8 @@ class Lossless:
         sampler: chooses the tokens, and stays where it is. Returns n tokens or fewer, (m,) int32, or what was drafted beside the
         last check; and what moved. Raises PoolError, HostMemoryError, Interrupted and NativeError.
         """
-        sequence, events, begin = self._sequence, [], time.perf_counter()
-        whole, sequence.whole = sequence.trying and sequence.whole, False  # unless this ends
-        if not whole or self._at != (sequence.n_tokens, token):
-            sequence.recover()
-            self._forget()
-            self._at = (sequence.n_tokens, token)
-            if n or self._goes_on:
-                events = self._begin_trial(n)
-        if self._sampler is None:
-            self._sampler = sampler.fork()
+        sequence, begin = self._sequence, time.perf_counter()
+        self._begin_draft(token, n, sampler)
         ahead = len(self._drafted)
         guesses = _NO_TOKENS if ahead else self._guess(token, min(n, sequence.ctx.n_ubatch) - 1)
         n = min(n, max(0, self._until - sequence.n_tokens))
@@ -108,7 +103,37 @@ class Lossless:
         n_new = self._n_checked - ahead  # the others, drafted beside the last check, cost nothing: see Lookahead
         self._draft_s = (time.perf_counter() - begin) * self._n_checked / n_new if n_new > 0 else 0.0
         sequence.whole = sequence.trying
+        events, self._events = self._events, []
         return np.array(self._drafted[: self._n_checked], np.int32), events
+
+    def ahead(self, token: int, n: int, sampler: Sampler) -> Beside | None:
+        """Return what to do while another sequence is checked: draft up to n tokens, as draft() does, which then continues. None: nothing."""
+        if not self._goes_on:
+            return None
+
+        def draft(done: Callable[[], bool]) -> None:
+            sequence = self._sequence
+            with suppress(KVFlashError):  # draft() tries it again
+                self._begin_draft(token, n, sampler)
+                n_most = min(n, self._n_most, self._until - sequence.n_tokens)
+                self._extend(lambda: done() or len(self._drafted) >= n_most)
+                sequence.whole = True
+
+        return draft
+
+    def _begin_draft(self, token: int, n: int, sampler: Sampler) -> None:
+        """Begin a draft of n tokens after `token`, or continue the one that there is. `whole` is False until it ends."""
+        sequence = self._sequence
+        goes_on = sequence.trying and sequence.whole and self._at == (sequence.n_tokens, token)
+        if not goes_on:
+            sequence.recover(others=False)
+            self._forget()
+            self._at = (sequence.n_tokens, token)
+            if n or self._goes_on:
+                self._events += self._begin_trial(n)
+        sequence.whole = False
+        if self._sampler is None:
+            self._sampler = sampler.fork()
 
     def _begin_trial(self, n: int) -> list[Event]:
         sequence = self._sequence
@@ -174,13 +199,15 @@ class Lossless:
         to_chunk = -(sequence.n_tokens + n) % sequence.options.chunk
         return min(-(-n // _PADDED) * _PADDED, n + to_chunk, self._room)
 
-    def beside(self, left: int) -> Beside | None:
-        """Return what to do while the draft is checked, if at most `left` tokens may follow the pending one: draft what follows
-        it. None: nothing.
+    def beside(self, left: int, other: Beside | None = None) -> Beside | None:
+        """Return what to do while the draft is checked, if at most `left` tokens may follow the pending one: what another sequence
+        has to do, or else draft what follows it. None: nothing.
         """
         sequence = self._sequence
         if not self._goes_on or not sequence.trying:
             return None
+        if other:
+            return other
         # the token after those that are checked is the check's own
         n_most = min(self._n_checked + 1 + self._n_most, left, self._until - sequence.n_tokens)
 

@@ -15,6 +15,7 @@ from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.writer import Writer
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Tokens
+from pyllama_kvflash.pool.exact import Beside
 from pyllama_kvflash.pool.step import Part
 
 
@@ -68,16 +69,26 @@ class LosslessStep(Step):
         self._lossless = lossless
         self._n_guessed = 0
 
-    def take(self) -> list[Event]:
-        """Take the step. Returns what happened, without text. Raises as Decoder.decode_exactly()."""
-        writer, lossless, decoder = self._writer, self._lossless, self.decoder
-        left = min(writer.answer.left(self.start), decoder.n_lossless - 1)
+    @property
+    def _left(self) -> int:
+        """The most tokens that may follow the last one, if they are drafted."""
+        return min(self._writer.answer.left(self.start), self.decoder.n_lossless - 1)
+
+    def ahead(self) -> Beside | None:
+        """Return what can be done of the step while another sequence's draft is checked; None: nothing."""
+        return self._lossless.ahead(self._writer.token, self._left, self._writer.sampler)
+
+    def take(self, other: Beside | None = None) -> list[Event]:
+        """Take the step. other: what another sequence has to do while the draft is checked. Returns what happened, without text. Raises
+        as Decoder.decode_exactly().
+        """
+        writer, lossless, decoder, left = self._writer, self._lossless, self.decoder, self._left
         guesses, events = lossless.draft(writer.token, lossless.n_next(left), writer.sampler)
         begin = time.perf_counter()
         tokens, self._n_guessed = np.full(max(lossless.width, len(guesses) + 1), writer.token, np.int32), len(guesses)
         tokens[1 : len(guesses) + 1] = guesses
         self.part.tokens = tokens
-        self.beside = lossless.beside(left)
+        self.beside = lossless.beside(left, other)
         events += decoder.decode_exactly(self, native.ALL)
         lossless.checked(len(guesses), decoder.sequence.n_tokens - self.start - 1, time.perf_counter() - begin)
         return events

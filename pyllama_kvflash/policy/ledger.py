@@ -39,6 +39,14 @@ class Blocks:
         """Blocks that hold no chunk and are reserved for none."""
         return self.n - sum(ledger.n_held for ledger in self.ledgers)
 
+    @property
+    def n_spare(self) -> int:
+        """Blocks for trials, beside those of trials under way, of what each sequence protects, sooner or later, and of a chunk that it
+        begins.
+        """
+        kept = (max(int(np.count_nonzero(each.protected())), each.n_sinks + each.n_tail) for each in self.ledgers)
+        return self.n - sum(kept) - sum(each.n_tried + 1 for each in self.ledgers)
+
 
 class Ledger:
     """The chunks of one sequence and the blocks they fill. It owns no bytes: the engine moves them and reports here.
@@ -48,7 +56,7 @@ class Ledger:
 
     - only a sealed chunk whose record is stored leaves the pool, and a protected chunk never does;
     - a chunk that is being written is resident;
-    - free + in flight + resident + guests == blocks.n, always, over all sequences that share the blocks.
+    - free + in flight + resident + guests + a trial's == blocks.n, always, over all sequences that share the blocks.
 
     The first `n_sinks` chunks, the last `n_tail`, pinned chunks and unsealed ones are protected.
     """
@@ -62,6 +70,7 @@ class Ledger:
         self.n_tail = n_tail
         self.pins: set[int] = set()  # chunks, written or not
         self.n_guests = 0  # blocks in which each layer holds chunks of its own choice
+        self._tried = (0, 0)  # chunks of a trial, first and end: those that are not written take blocks, too
         self._tick = 0
         # one attribute, replaced whole: the two agree wherever a step is interrupted
         self._now = (0, np.zeros(0, _CHUNK))  # positions written, chunks
@@ -109,8 +118,14 @@ class Ledger:
 
     @property
     def n_held(self) -> int:
-        """Blocks that hold its chunks, are reserved for them, or are its guests'."""
-        return int(np.count_nonzero(self._state)) + self.n_guests
+        """Blocks that hold its chunks, are reserved for them, or are its guests' or a trial's."""
+        return int(np.count_nonzero(self._state)) + self.n_guests + self.n_tried
+
+    @property
+    def n_tried(self) -> int:
+        """Blocks that a trial takes beside those of chunks that are resident."""
+        first, end = self._tried
+        return end - first - int(np.count_nonzero(self._state[first:end] == _RESIDENT)) if end else 0
 
     @property
     def n_free(self) -> int:
@@ -193,6 +208,12 @@ class Ledger:
         """Return the blocks that writing n_tokens more positions takes."""
         return -(-(self.n_tokens + n_tokens) // self.chunk) - self.n_chunks
 
+    @property
+    def needs_block(self) -> bool:
+        """Whether a token after the last one begins a chunk for which a trial has no block."""
+        first, end = self._tried
+        return not self.n_tokens % self.chunk and not first <= self.n_chunks < end
+
     def seals(self, n_tokens: int) -> int:
         """Return the number of chunks that writing n_tokens more positions fills."""
         return (self.n_tokens + n_tokens) // self.chunk - self.n_sealed
@@ -200,6 +221,12 @@ class Ledger:
     #
     # what happens
     #
+
+    def try_out(self, n_tokens: int) -> None:
+        """Set blocks aside for n_tokens after the last position, which may be decoded and not kept. 0: give them back."""
+        if n_tokens and self.new_chunks(n_tokens) > self.n_free:
+            raise LedgerError(f"{self.new_chunks(n_tokens)} new chunks, {self.n_free} free blocks")
+        self._tried = (self.n_sealed, -(-(self.n_tokens + n_tokens) // self.chunk)) if n_tokens else (0, 0)
 
     def write(self, n_tokens: int) -> None:
         """Record that n_tokens more positions were decoded, into resident chunks and free blocks."""
@@ -236,7 +263,7 @@ class Ledger:
         n_full = end // self.chunk
         if n_tokens <= 0:
             raise LedgerError("nothing to append")
-        if end % self.chunk and not self.n_tokens % self.chunk and self.n_free <= 0:
+        if end % self.chunk and self.needs_block and self.n_free <= 0:
             raise LedgerError("no free block for the chunk that is being written")
         new = np.array([(State.OUT, True, 0, np.nan)] * (-(-end // self.chunk) - first), _CHUNK)
         chunks = np.concatenate([self._now[1][:first], new])
@@ -339,6 +366,7 @@ class Ledger:
             raise LedgerError("a chunk is in flight")
         self.rollback(0)
         self._tick = self.n_guests = 0
+        self._tried = (0, 0)
 
     def check_integrity(self) -> None:
         """Raise LedgerError if the ledger contradicts itself. Cheap: meant for tests and idle moments."""
@@ -349,7 +377,7 @@ class Ledger:
             raise LedgerError(
                 f"{self.n_resident} resident, {self.n_in_flight} in flight, {self.n_guests} guests: more than the pool"
             )
-        if self.n_in_flight + self.n_resident + self.n_guests != self.n_held:
+        if self.n_in_flight + self.n_resident + self.n_guests + self.n_tried != self.n_held:
             raise LedgerError("in flight + resident != held")
         if not np.all(self._stored[self._state != State.RESIDENT]):
             raise LedgerError("a chunk is neither resident nor stored")

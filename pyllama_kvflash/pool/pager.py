@@ -124,8 +124,7 @@ class Pager:
         self._arrived(len(self._reads))  # summaries of the previous batch are made during this one
         ledger = self.ledger
         end, first = ledger.n_tokens + n_tokens, ledger.n_sealed
-        needs_block = not ledger.n_tokens % ledger.chunk
-        plan = make_room(ledger, 1) if needs_block else _NOTHING
+        plan = make_room(ledger, 1) if ledger.needs_block else _NOTHING
         n_chunks = -(-end // ledger.chunk)
         self.shared.memory.reserve(max(0, n_chunks - len(self.records)))
         self._summariser.reserve(end // ledger.chunk)

@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from pyllama_kvflash.errors import NativeError, UnsupportedError, UsageError
+from pyllama_kvflash.errors import NativeError, PoolError, UnsupportedError, UsageError
 from pyllama_kvflash.events import Event, Paged, Warn
 from pyllama_kvflash.native import Context, Tokens
 from pyllama_kvflash.options import Options, check_span
@@ -35,6 +35,7 @@ class PooledSequence:
     n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
     whole: whether a trial that is under way has all that it was given, and no step of it was cut off.
     consistent: False while a step is under way, and after one was cut off.
+    checking: whether an exact batch is under way beside which the pool computes.
     passing: whether that step is an exact pass between two of its batches, of which the pool has nothing yet.
     holder: the mark of the last caller that began or changed something; see engine.guard.
     """
@@ -64,7 +65,7 @@ class PooledSequence:
         self.history = array("i")
         self.pending: int | None = None
         self.consistent = True
-        self.passing = self.whole = False
+        self.passing = self.whole = self.checking = False
         self.holder: object = None
         self.exact = exact
         self.n_exact = self.opens_until = 0
@@ -151,9 +152,11 @@ class PooledSequence:
         self._in_transit = None
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Guard a change of the sequence, or of what is resident. If it is cut off, the next step first repairs it."""
-        self.recover()
+    def step(self, *, others: bool = True) -> Iterator[None]:
+        """Guard a change of the sequence, or of what is resident. If it is cut off, the next step first repairs it. others: see
+        recover().
+        """
+        self.recover(others=others)
         self.consistent = False
         yield
         self.consistent = True
@@ -178,15 +181,23 @@ class PooledSequence:
         """Let up to n tokens be decoded through the pool after the last position. recover() then leaves all as it was, but for
         chunks that made room. Returns which did.
 
-        Exact batches may be decoded meanwhile: they extend the sequence beneath what is tried. Raises PoolError and HostMemoryError.
+        Meanwhile exact batches may extend the sequence beneath, and other sequences go on. Raises PoolError and HostMemoryError.
         """
-        self.recover()
-        if self.paged.ledger.lacks_protected:  # an exact batch was the last one, and what comes after it was cut off
+        ledger = self.paged.ledger
+        self.recover(others=False)
+        if ledger.new_chunks(n) > ledger.blocks.n_spare:
+            if any(s.checking for s in self.peers):
+                msg = "the trials of all sequences do not fit the pool together"
+                raise PoolError(msg)
+            self.recover()
+        if ledger.lacks_protected:  # an exact batch was the last one, and what comes after it was cut off
             self.settle_in()
         self.consistent = False
         self.paged.settle()
         plan = self.paged.make_room(n, seals=False)
-        self.reads_exactly.take_over(self.ctx, self.n_tokens)  # its state: the trial changes that of the pool
+        ledger.try_out(n)
+        if self.stateful:
+            self.reads_exactly.take_over(self.ctx, self.n_tokens)  # its state: the trial changes that of the pool
         # a window goes back by itself, unless its cells are shared: others' may have come between
         saves = self.recurrent or (self.stateful and len(self.peers) > 1)
         self._state = self.ctx.save_partial() if saves else b""
@@ -197,11 +208,18 @@ class PooledSequence:
         """Whether a trial is under way."""
         return self._state is not None
 
+    @property
+    def steady(self) -> bool:
+        """Whether nothing has to be repaired before another sequence continues: it is consistent, or in a trial that is whole."""
+        return self.consistent or self.checking or (self.trying and self.whole)
+
     def _undo_trial(self) -> None:
         """Remove what a trial has decoded. Harmless without one."""
         if self._state is not None:
             self._go_back(self.n_tokens, self._state)
         self._state, self.whole = None, False
+        if self.pager:
+            self.pager.ledger.try_out(0)
 
     def _go_back(self, n_tokens: int, state: bytes) -> None:
         """Have the context go back to its first n_tokens positions. state: what no chunk holds, to be there then; empty if
@@ -227,7 +245,7 @@ class PooledSequence:
 
     def settle_in(self) -> Paged | None:
         """After an exact pass, bring in the sinks, the tail and the pins, and then the most recent chunks."""
-        with self.step():
+        with self.step(others=False):
             plan = self.paged.settle_in()
         return Paged(self.n_tokens, plan.drops, plan.page_ins) if plan else None
 
@@ -236,14 +254,17 @@ class PooledSequence:
         with self.step():
             self.paged.lay_out()
 
-    def recover(self) -> None:
-        """After a step that was cut off, remove what it left in the cache, and continue from the last position.
+    def recover(self, *, others: bool = True) -> None:
+        """After a step that was cut off, remove what it left in the cache, and continue from the last position. A trial ends.
 
+        others: end the trials of other sequences, too. If a step was cut off, whosever it was, they end in any case.
         Raises NativeError if the model's memory cannot go back.
         """
         if self.consistent and len(self.peers) == 1:
             return  # most steps
-        cut_off = [s for s in self.peers if not s.consistent]
+        cut_off, repaired = [s for s in self.peers if not s.consistent], self.peers
+        if not others and all(s.steady for s in cut_off):
+            cut_off = repaired = [s for s in cut_off if s is self]
         if not cut_off:
             return
         for s in cut_off:
@@ -256,7 +277,7 @@ class PooledSequence:
                 raise NativeError(msg) from None
             s.forget_exactly(s.n_tokens)  # rows of rejected tokens
             s.settle_token()
-        for s in self.peers:  # some may have been about to give up blocks
+        for s in repaired:  # some may have been about to give up blocks
             if s.pager:
                 s.pager.reconcile(s.n_tokens)
                 s.arrive()
@@ -267,19 +288,6 @@ class PooledSequence:
         if self._in_transit is not None and self.n_tokens == self._in_transit[0]:
             self.pending = self._in_transit[1]
         self._in_transit = None
-
-    def draft_limits(self, n: int) -> tuple[int, int]:
-        """Return how many tokens a batch with guesses may have, at most n, and how many of them may be accepted.
-
-        Within these limits each token sees the same chunks as if it were decoded alone.
-        """
-        pager, selector = self.pager, self.selector
-        if pager is None:
-            return n, n
-        n = pager.fitting(n)
-        if pager.flights.in_motion:
-            return n, 1
-        return n, min(n, selector.n_steady) if selector else n
 
     #
     # going back

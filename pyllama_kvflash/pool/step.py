@@ -48,7 +48,7 @@ def advance(parts: Sequence[Part], outputs: int = native.LAST) -> list[Paged | N
     step: its first token is still pending.
     """
     first = parts[0].sequence
-    first.recover()
+    first.recover()  # and the trials of all sequences end: a batch may need their blocks
     places = [part.sequence.n_tokens for part in parts]
     plans = _make_room(parts)
     if len(parts) == 1:
@@ -115,7 +115,11 @@ def advance_exactly(
     passing = _go_on(sequence)
     start, exact, pager = sequence.n_tokens, sequence.reads_exactly, sequence.paged
     plan, records = pager.prepare(len(tokens), passing=passing)
-    exact.decode(sequence.ctx, tokens, start, records, outputs, more=more, beside=beside)
+    sequence.checking = beside is not None
+    try:
+        exact.decode(sequence.ctx, tokens, start, records, outputs, more=more, beside=beside)
+    finally:
+        sequence.checking = False
     if not part.draft:
         part.accepted = len(tokens), None
         keep_exactly(part, more=more)
@@ -124,11 +128,11 @@ def advance_exactly(
 
 def _go_on(sequence: PooledSequence) -> bool:
     """Begin an exact batch. Returns whether it follows the last one of its pass, and nothing came between."""
-    alone = all(s.consistent for s in sequence.peers if s is not sequence)
+    alone = all(s.steady for s in sequence.peers if s is not sequence)
     whole = alone and (sequence.whole or not sequence.trying)
     passing = sequence.passing and not sequence.consistent and whole
     if not passing and not (sequence.trying and whole):
-        sequence.recover()
+        sequence.recover(others=False)
     sequence.consistent = sequence.passing = sequence.whole = False
     return passing
 

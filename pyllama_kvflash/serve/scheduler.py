@@ -319,8 +319,8 @@ class Scheduler:
         else:
             for (slot, serving), events in zip(together, happened, strict=True):
                 self._send(slot, serving, [*events, *serving.generation.answer.shown()])
-        for slot, serving in alone:
-            self._step(slot, serving)
+        for (slot, serving), (_, following) in zip(alone, [*alone[1:], *alone[:1]], strict=True):
+            self._step(slot, serving, following if following is not serving else None)
         n = sum(serving.generation.answer.n_tokens for _, serving in answering) - n_before
         self.metrics.add(decode_tokens=n, decode_seconds=time.perf_counter() - begin)
 
@@ -334,10 +334,10 @@ class Scheduler:
                 self._fail(slot, serving.job, err)
         return shares
 
-    def _step(self, slot: Slot, serving: Serving) -> None:
-        """Take a step in one answer, in its own batch."""
+    def _step(self, slot: Slot, serving: Serving, following: Serving | None) -> None:
+        """Take a step in one answer, in its own batch. following: the one whose turn is the next one."""
         try:
-            events = serving.generation.step()
+            events = serving.generation.step(following.generation if following else None)
         except SnapshotError as err:
             self._recover(slot, serving, err)
         except (HostMemoryError, PoolError) as err:

@@ -59,9 +59,9 @@ def read(kv: KVFlash, end: int) -> list[Event]:
     return list(kv.prefill(TOKENS[kv.n_tokens : end]))
 
 
-def turn(run: Generation) -> list[int]:
-    """Read a batch of a prompt, or take a step of its answer; the tokens of the answer that came."""
-    events = list(run.read()) if run.reading else run.step()
+def turn(run: Generation, following: Generation | None = None) -> list[int]:
+    """Read a batch of a prompt, or take a step of its answer; the tokens of the answer that came. following: whose turn is next."""
+    events = list(run.read()) if run.reading else run.step(following)
     return [e.id for e in events if isinstance(e, Token)]
 
 

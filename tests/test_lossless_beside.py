@@ -1,0 +1,281 @@
+"""Drafts beside checks, as on a GPU that streams layers: the text is the full cache's, of one sequence and of several in turns."""
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import lossless, snapshots, tiny
+from support.changes import ENGINE
+from support.cuts import cut_off_at_every_line
+from support.lossless import CHUNK, FULL, N_POOL, answer, chosen_alike, rows_apart, width_apart
+from support.oracles import ON_GPU
+from support.rounding import Chosen, held
+from support.runs import GREEDY, TOKENS, Open, check_residency, read, turn
+
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.engine.lossless import Lossless
+from pyllama_kvflash.policy.lookahead import Lookahead
+from pyllama_kvflash.pool.exact import ExactReader
+
+pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+
+SMALL = lossless.SMALL
+known = lossless.known
+wordless = snapshots.wordless
+
+
+@pytest.fixture
+def went_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Has 3 tokens drafted before a check and 5 beside it, whatever the clock says. Says after which checks drafting went on."""
+    found: list[bool] = []
+    beside, ahead, accepted = Lossless.beside, Lossless.ahead, Lossless.accepted
+
+    def five(lossless: Lossless, left: int, other: Any = None) -> Any:
+        draft, calls = beside(lossless, left, other), itertools.count()
+        return draft and (lambda done: draft(done if other else lambda: next(calls) >= 5))
+
+    def seen(lossless: Lossless, n: int, following: int | None) -> bool:
+        found.append(accepted(lossless, n, following))
+        return found[-1]
+
+    monkeypatch.setattr(ExactReader, "streams", True)
+    monkeypatch.setattr(Lookahead, "n", 3)
+
+    def ahead_by_five(lossless: Lossless, *args: Any) -> Any:
+        draft, calls = ahead(lossless, *args), itertools.count()
+        return draft and (lambda _done: draft(lambda: next(calls) >= 5))
+
+    monkeypatch.setattr(Lossless, "beside", five)
+    monkeypatch.setattr(Lossless, "ahead", ahead_by_five)
+    monkeypatch.setattr(Lossless, "accepted", seen)
+    return found
+
+
+def drafts_of(text: list[int], wrong: set[int], start: int) -> Callable[..., int]:
+    """Samples drafts from a text whose first token is at position start, but a wrong token at some positions."""
+
+    def sample(lossless: Lossless, _sampler: Any, _i: int) -> int:
+        at = lossless._at[0] + 1 + len(lossless._drafted)
+        token = text[at - start] if at - start < len(text) else 0
+        return (token + 1) % tiny.N_VOCAB if at in wrong else token
+
+    return sample
+
+
+@pytest.mark.parametrize(
+    "wrong", [set(), {710, 711, 730, 765}, set(range(701, 800, 2))], ids=["never", "some", "each other"]
+)
+def test_drafting_goes_on_beside_a_check(
+    opened: Open,
+    known: Callable[..., Chosen],
+    wordless: None,
+    monkeypatch: pytest.MonkeyPatch,
+    went_on: list[bool],
+    wrong: set[int],
+) -> None:
+    """The text is the full cache's, and so are the rows; the pool has them, once drafting ends."""
+    chosen = known()
+    kv, full, plain = opened(), opened(**FULL), opened(mode="fast")
+    want = chosen_alike(chosen, full, TOKENS[:700], 90)
+    monkeypatch.setattr(Lossless, "_sample", drafts_of(want, wrong, 700))
+    assert chosen_alike(chosen, kv, TOKENS[:700], 90) == want
+    check_residency(kv, CHUNK)
+    assert any(went_on) == (len(wrong) < 40)
+    assert not all(went_on)
+    assert rows_apart(kv, plain, 700 // CHUNK) <= width_apart(opened, "qwen3")
+    chosen.rows.clear()
+    more = [chosen_alike(chosen, one, TOKENS[:5], 20, append=True) for one in (full, kv)]
+    assert more[0] == more[1]
+    check_residency(kv, CHUNK)
+
+
+def test_what_is_drafted_beside_a_check_is_of_its_text(
+    opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
+) -> None:
+    """The pool's own: a draft is the same token, whether it was drafted beside a check or after it."""
+    drafted: list[dict[int, int]] = []
+
+    def answers(kv: KVFlash) -> list[int]:
+        found: dict[int, int] = {}
+        sample = Lossless._sample
+
+        def noted(lossless: Lossless, sampler: Any, i: int) -> int:
+            token = sample(lossless, sampler, i)
+            found[lossless._at[0] + 1 + len(lossless._drafted)] = token
+            return token
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Lossless, "_sample", noted)
+            drafted.append(found)
+            return answer(kv, TOKENS[:700], 60)
+
+    beside = answers(opened("needle"))
+    assert any(went_on)
+    monkeypatch.setattr(ExactReader, "streams", False)
+    assert answers(opened("needle")) == beside
+    both = drafted[0].keys() & drafted[1].keys()
+    assert len(both) > 30
+    assert np.mean([drafted[0][at] == drafted[1][at] for at in both]) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("n", "ahead", "pool"),
+    [
+        (2, True, 3 * N_POOL),
+        pytest.param(2, False, 3 * N_POOL, marks=pytest.mark.nightly(ENGINE)),
+        pytest.param(3, True, 5 * N_POOL, marks=pytest.mark.nightly(ENGINE)),
+        # blocks for one trial at a time
+        pytest.param(3, True, 2 * N_POOL, marks=pytest.mark.nightly(ENGINE)),
+    ],
+)
+def test_sequences_take_turns_beside_checks(
+    opened: Open,
+    known: Callable[..., Chosen],
+    wordless: None,
+    monkeypatch: pytest.MonkeyPatch,
+    went_on: list[bool],
+    n: int,
+    ahead: bool,
+    pool: int,
+) -> None:
+    """Trials stay while others are checked. While one is checked the next one drafts, if it is told which that is."""
+    drafted, ahead_of = [0], Lossless.ahead
+
+    def counted(lossless: Lossless, *args: Any) -> Any:
+        draft = ahead_of(lossless, *args)
+
+        def also(done: Callable[[], bool]) -> None:
+            before = len(lossless._drafted)
+            draft(done)
+            drafted[0] += max(0, len(lossless._drafted) - before)
+            assert lossless._sequence.steady
+
+        return draft and also
+
+    monkeypatch.setattr(Lossless, "ahead", counted)
+    kv, texts = opened(n_parallel=n, pool=pool), (TOKENS[:700], TOKENS[700:1300], TOKENS[200:870])[:n]
+    chosen = [known() for _ in texts]
+    want = [chosen_alike(c, opened(**FULL), text, 60) for c, text in zip(chosen, texts, strict=True)]
+    runs = []
+    for s, c, text in zip(kv.sequences, chosen, texts, strict=True):
+        with held(c):
+            runs.append(s.generation(text, max_tokens=60, sampling=GREEDY))
+    got: list[list[int]] = [[] for _ in runs]
+    while left := [i for i, run in enumerate(runs) if not run.ended]:
+        for i, following in zip(left, [*left[1:], left[0]], strict=True):
+            got[i] += turn(runs[i], runs[following] if ahead and following != i else None)
+    assert got == want
+    assert any(went_on)
+    assert (drafted[0] > 20) == (ahead and pool > 2 * N_POOL)
+    kv.check_integrity()
+    assert [s.sequence.pager.ledger.n_tried for s in kv.sequences] == [0] * n
+
+
+@pytest.mark.nightly(ENGINE)
+def test_cut_off_beside_a_check(
+    opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
+) -> None:
+    """Ctrl-C in the thread that drafts, wherever it is."""
+    chosen = known()
+    want = [*TOKENS[:400].tolist(), *chosen_alike(chosen, opened(**FULL), TOKENS[:400], 60)]
+    monkeypatch.setattr(Lossless, "_sample", drafts_of(want, {412}, 0))
+    plain, limit = opened(mode="fast"), width_apart(opened, "qwen3")
+
+    def fresh() -> KVFlash:
+        kv = opened()
+        read(kv, 399)
+        return kv
+
+    def act(kv: KVFlash) -> None:
+        with held(chosen):
+            answer(kv, want[399:400], 16, append=True)
+
+    def check(kv: KVFlash) -> None:
+        left = [*kv.tokens.tolist(), *([] if kv.sequence.pending is None else [kv.sequence.pending])]
+        assert left == want[: len(left)]
+        n = len(left)
+        if n % 2 or kv.sequence.pending is None:
+            kv.check_integrity()
+            with held(chosen, n - 399):
+                assert answer(kv, want[n : n + 1], 6, append=True) == want[n + 1 : n + 7]
+        else:  # whatever comes next repairs what is left
+            with held(chosen, n - 400):
+                assert answer(kv, [], 6, append=True) == want[n : n + 6]
+        check_residency(kv, CHUNK)
+        if kv.n_tokens // CHUNK > 400 // CHUNK:
+            plain.clear()
+            assert rows_apart(kv, plain, 400 // CHUNK) <= limit
+        kv.clear()
+        read(kv, 399)
+
+    _, places = cut_off_at_every_line(fresh, act, check, step=int(os.environ.get("KVFLASH_CUT_STEP", "47")))
+    assert any(place.startswith("lossless") for place in places)
+    assert any(went_on)
+
+
+@pytest.mark.nightly(ENGINE)
+def test_cut_off_while_another_is_checked(
+    opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
+) -> None:
+    """Ctrl-C in a turn of two sequences, wherever it is: both answers go on as they would have."""
+    texts, chosen = (TOKENS[:500], TOKENS[700:1200]), [known(), known()]
+    want = [chosen_alike(c, opened(**FULL), text, 40) for c, text in zip(chosen, texts, strict=True)]
+
+    def begun(kv: KVFlash) -> tuple[list[Any], list[list[int]]]:
+        runs: list[Any] = []
+        for s, c, text in zip(kv.sequences, chosen, texts, strict=True):
+            with held(c):
+                runs.append(s.generation(text, max_tokens=40, sampling=GREEDY))
+        got: list[list[int]] = [[], []]
+        while any(run.reading for run in runs):
+            for i, run in enumerate(runs):
+                got[i] += turn(run) if run.reading else []
+        return runs, got
+
+    state: dict[int, tuple[list[Any], list[list[int]]]] = {}
+
+    def fresh() -> KVFlash:
+        kv = opened(n_parallel=2, pool=3 * N_POOL)
+        state[id(kv)] = begun(kv)
+        return kv
+
+    def act(kv: KVFlash) -> None:
+        runs, _ = state[id(kv)]
+        for _ in range(3):
+            turn(runs[0], runs[1])
+            turn(runs[1], runs[0])
+
+    def check(kv: KVFlash) -> None:
+        runs, got, further = [], [], []
+        for s, c, text, to_come in zip(kv.sequences, chosen, texts, want, strict=True):
+            all_of_it, pending = [*text.tolist(), *to_come], s.sequence.pending
+            left = [*s.tokens.tolist(), *([] if pending is None else [pending])]
+            n = len(left)
+            assert left == all_of_it[:n]
+            prompt = all_of_it[n : n + 1] if pending is None else []
+            n += len(prompt)
+            further.append(all_of_it[n : n + 6])
+            with held(c, n - len(text)):
+                runs.append(s.generation(np.array(prompt, np.int32), max_tokens=6, sampling=GREEDY))
+            got.append([])
+        while going := [i for i, run in enumerate(runs) if not run.ended]:
+            for i, following in zip(going, [*going[1:], going[0]], strict=True):
+                got[i] += turn(runs[i], runs[following] if following != i else None)
+        assert got == further
+        kv.check_integrity()
+        for s in kv.sequences:
+            s.clear()
+        state[id(kv)] = begun(kv)
+
+    # not within the sampler: what this test knows is counted there
+    files = ("exact.py", "ledger.py", "lossless.py", "pager.py", "sequence.py", "step.py", "steps.py")
+    step = int(os.environ.get("KVFLASH_CUT_STEP", "23"))
+    _, places = cut_off_at_every_line(fresh, act, check, files=files, step=step)
+    assert {place.partition(":")[0] for place in places} >= {"lossless.py", "sequence.py"}
+    assert any(went_on)
