@@ -17,6 +17,7 @@ from rich.console import Console
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import ENGINE
 from support.commands import check_error, good, invoke
 from support.cuts import cut_off_at_every_line
 from support.oracles import ON_GPU
@@ -92,6 +93,7 @@ def test_sequences_share_a_pool(opened: Open, policy: str) -> None:
     assert max(relative_rms(its, want) for its in got) < ROUNDING
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("policy", ["lru", "fresh"])
 def test_cut_off_at_every_line(opened: Open, policy: str) -> None:

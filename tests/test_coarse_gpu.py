@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support import tiny
+from support.changes import LIBRARY
 from support.coarse_runs import N_READ, N_STEPS, apart, coarse_run, steps
 from support.kernels import SOURCES, build_kernels, host_kernels, library
 from support.oracles import CACHES, ON_GPU, SCRIBBLE, Case, Logits, Run, assert_equal
@@ -126,6 +127,7 @@ def test_codes_are_those_of_the_cpu(
             np.testing.assert_array_equal(mine, its)
 
 
+@pytest.mark.nightly(LIBRARY)
 def test_segments_begin_as_on_the_cpu(case_of: Callable[..., Case], library: Path) -> None:
     """With a mean of their own, or that of the segment before; whatever is put at once."""
     model = case_of("qwen3").model

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import kernels, needles
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.cuts import cut_off_at_every_line
 from support.kernels import host_kernels
 from support.oracles import N_GPU
@@ -216,7 +216,7 @@ library = kernels.library
 NEEDLES = needles.document(2400, seed=3)
 
 
-@pytest.mark.parametrize("how", ["cpu", "kernels"])
+@pytest.mark.parametrize("how", ["cpu", pytest.param("kernels", marks=pytest.mark.nightly(ENGINE))])
 def test_needles_are_found(opened: Open, request: pytest.FixtureRequest, how: str) -> None:
     with host_kernels(request.getfixturevalue("library")) if how == "kernels" else nullcontext():
         assert needles.n_found(opened, NEEDLES, policy="fresh") == len(NEEDLES.needles)

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from support.rounding import Chosen, held
 from support.runs import GREEDY, TOKENS, Open, check_residency, read, turn
 
 from pyllama_kvflash import KVFlash
+from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.lossless import Lossless
+from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.policy.lookahead import Lookahead
 from pyllama_kvflash.pool.exact import ExactReader
 
@@ -66,6 +68,15 @@ def drafts_of(text: list[int], wrong: set[int], start: int) -> Callable[..., int
         return (token + 1) % tiny.N_VOCAB if at in wrong else token
 
     return sample
+
+
+def begun(kv: KVFlash, texts: Sequence[Any], chosen: Sequence[Chosen], n: int) -> list[Generation]:
+    """An answer of n tokens to each text, none of which is read."""
+    runs = []
+    for s, c, text in zip(kv.sequences, chosen, texts, strict=True):
+        with held(c):
+            runs.append(s.generation(text, max_tokens=n, sampling=GREEDY))
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -162,10 +173,7 @@ def test_sequences_take_turns_beside_checks(
     kv, texts = opened(n_parallel=n, pool=pool), (TOKENS[:700], TOKENS[700:1300], TOKENS[200:870])[:n]
     chosen = [known() for _ in texts]
     want = [chosen_alike(c, opened(**FULL), text, 60) for c, text in zip(chosen, texts, strict=True)]
-    runs = []
-    for s, c, text in zip(kv.sequences, chosen, texts, strict=True):
-        with held(c):
-            runs.append(s.generation(text, max_tokens=60, sampling=GREEDY))
+    runs = begun(kv, texts, chosen, 60)
     got: list[list[int]] = [[] for _ in runs]
     while left := [i for i, run in enumerate(runs) if not run.ended]:
         for i, following in zip(left, [*left[1:], left[0]], strict=True):
@@ -175,6 +183,73 @@ def test_sequences_take_turns_beside_checks(
     assert (drafted[0] > 20) == (ahead and pool > 2 * N_POOL)
     kv.check_integrity()
     assert [s.sequence.pager.ledger.n_tried for s in kv.sequences] == [0] * n
+
+
+def test_one_answers_while_another_reads(
+    opened: Open, known: Callable[..., Chosen], wordless: None, went_on: list[bool]
+) -> None:
+    """A batch of the other's prompt, read exactly, ends the trial."""
+    kv, texts, chosen = opened(n_parallel=2, pool=4 * N_POOL), (TOKENS[:700], TOKENS[200:1900]), [known(), known()]
+    want = [chosen_alike(c, opened(**FULL), text, 60) for c, text in zip(chosen, texts, strict=True)]
+    runs = begun(kv, texts, chosen, 60)
+    got: list[list[int]] = [[], []]
+    while runs[0].reading:
+        got[0] += turn(runs[0])
+    while not all(run.ended for run in runs):
+        for i, run in enumerate(runs):
+            got[i] += [] if run.ended else turn(run)
+    assert got == want
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("n", [380, 390, 410])
+def test_a_prompt_is_read_beside_a_trial_in_a_small_pool(
+    opened: Open, known: Callable[..., Chosen], wordless: None, went_on: list[bool], n: int
+) -> None:
+    """What a trial holds is not there for what the other brings in at its prompt's end."""
+    kv, texts, chosen = opened(n_parallel=2, pool=512, policy="lru"), (TOKENS[:n], TOKENS[700:1300]), [known(), known()]
+    want = [chosen_alike(c, opened(**FULL), text, 60) for c, text in zip(chosen, texts, strict=True)]
+    runs = begun(kv, texts, chosen, 60)
+    while runs[0].reading:
+        turn(runs[0])
+    while kv.sequences[1].n_tokens < 600 - 64:
+        turn(runs[1])
+    while not kv.sequence.trying:
+        turn(runs[0])
+    while not all(run.ended for run in runs):
+        for run in (runs[1], runs[0]):
+            if not run.ended:
+                turn(run)
+    left = [[*s.tokens.tolist()[len(text) :], s.sequence.pending] for s, text in zip(kv.sequences, texts, strict=True)]
+    assert [answer[:60] for answer in left] == want
+    kv.check_integrity()
+
+
+def test_an_error_of_the_one_that_drafts_ahead_is_its_own(
+    opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
+) -> None:
+    """The other answer goes on, though the one that failed takes no further step."""
+    kv, texts, chosen = opened(n_parallel=2, pool=4 * N_POOL), (TOKENS[:700], TOKENS[700:1300]), [known(), known()]
+    want = chosen_alike(chosen[0], opened(**FULL), texts[0], 60)
+    sample = Lossless._sample
+
+    def fails(lossless: Lossless, *args: Any) -> int:
+        if lossless._sequence.seq == 1:
+            raise HostMemoryError
+        return sample(lossless, *args)
+
+    runs, got = begun(kv, texts, chosen, 60), []
+    for run in runs:
+        while run.reading:
+            got += turn(run) if run is runs[0] else turn(run) and []
+    monkeypatch.setattr(Lossless, "_sample", fails)
+    got += turn(runs[0], runs[1])
+    assert not kv.sequences[1].sequence.steady
+    while not runs[0].ended:
+        got += turn(runs[0])
+    assert got == want
+    kv.sequences[1].clear()
+    kv.check_integrity()
 
 
 @pytest.mark.nightly(ENGINE)
@@ -227,26 +302,22 @@ def test_cut_off_while_another_is_checked(
     texts, chosen = (TOKENS[:500], TOKENS[700:1200]), [known(), known()]
     want = [chosen_alike(c, opened(**FULL), text, 40) for c, text in zip(chosen, texts, strict=True)]
 
-    def begun(kv: KVFlash) -> tuple[list[Any], list[list[int]]]:
-        runs: list[Any] = []
-        for s, c, text in zip(kv.sequences, chosen, texts, strict=True):
-            with held(c):
-                runs.append(s.generation(text, max_tokens=40, sampling=GREEDY))
-        got: list[list[int]] = [[], []]
-        while any(run.reading for run in runs):
-            for i, run in enumerate(runs):
-                got[i] += turn(run) if run.reading else []
-        return runs, got
+    def read_through(kv: KVFlash) -> list[Generation]:
+        runs = begun(kv, texts, chosen, 40)
+        for run in runs:
+            while run.reading:
+                turn(run)
+        return runs
 
-    state: dict[int, tuple[list[Any], list[list[int]]]] = {}
+    state: dict[int, list[Generation]] = {}
 
     def fresh() -> KVFlash:
         kv = opened(n_parallel=2, pool=3 * N_POOL)
-        state[id(kv)] = begun(kv)
+        state[id(kv)] = read_through(kv)
         return kv
 
     def act(kv: KVFlash) -> None:
-        runs, _ = state[id(kv)]
+        runs = state[id(kv)]
         for _ in range(3):
             turn(runs[0], runs[1])
             turn(runs[1], runs[0])
@@ -271,7 +342,7 @@ def test_cut_off_while_another_is_checked(
         kv.check_integrity()
         for s in kv.sequences:
             s.clear()
-        state[id(kv)] = begun(kv)
+        state[id(kv)] = read_through(kv)
 
     # not within the sampler: what this test knows is counted there
     files = ("exact.py", "ledger.py", "lossless.py", "pager.py", "sequence.py", "step.py", "steps.py")

@@ -1,6 +1,5 @@
 """Scorers that fail, and scorers that others wrote."""
 
-import _thread
 import signal
 import threading
 from collections.abc import Callable
@@ -131,14 +130,14 @@ def test_infinite_scores_are_scores(opened: Open) -> None:
 
 def test_ctrl_c_while_a_scorer_runs(opened: Open) -> None:
     """The wait for it ends; the sequence stands, and the next scoring is one of its own."""
-    go = threading.Event()
+    go, main = threading.Event(), threading.get_ident()
     cut = False
 
     def slow(view: View) -> Scores:
         nonlocal cut
         if cut:
             cut = False
-            _thread.interrupt_main(signal.SIGINT)
+            signal.pthread_kill(main, signal.SIGINT)  # a real one: only that ends a wait for a lock
             assert go.wait(30)
         return oldest(view)
 

@@ -108,38 +108,42 @@ class Lossless:
 
     def ahead(self, token: int, n: int, sampler: Sampler) -> Beside | None:
         """Return what to do while another sequence is checked: draft up to n tokens, as draft() does, which then continues. None: nothing."""
-        if not self._goes_on:
+        if not self._goes_on or n < 1:
             return None
 
         def draft(done: Callable[[], bool]) -> None:
             sequence = self._sequence
+            if not all(s.steady for s in sequence.peers):
+                return  # to repair them would end the trial that is checked
             with suppress(KVFlashError):  # draft() tries it again
-                self._begin_draft(token, n, sampler)
+                self._begin_draft(token, n, sampler, beside=True)
                 n_most = min(n, self._n_most, self._until - sequence.n_tokens)
                 self._extend(lambda: done() or len(self._drafted) >= n_most)
                 sequence.whole = True
 
         return draft
 
-    def _begin_draft(self, token: int, n: int, sampler: Sampler) -> None:
-        """Begin a draft of n tokens after `token`, or continue the one that there is. `whole` is False until it ends."""
+    def _begin_draft(self, token: int, n: int, sampler: Sampler, *, beside: bool = False) -> None:
+        """Begin a draft of n tokens after `token`, or continue the one that there is. `whole` is False until it ends. beside: another
+        sequence is being checked.
+        """
         sequence = self._sequence
         goes_on = sequence.trying and sequence.whole and self._at == (sequence.n_tokens, token)
-        if not goes_on:
+        if not goes_on or not all(s.steady for s in sequence.peers):  # what repairs one ends the trials of all
             sequence.recover(others=False)
             self._forget()
             self._at = (sequence.n_tokens, token)
             if n or self._goes_on:
-                self._events += self._begin_trial(n)
+                self._events += self._begin_trial(n, beside=beside)
         sequence.whole = False
         if self._sampler is None:
             self._sampler = sampler.fork()
 
-    def _begin_trial(self, n: int) -> list[Event]:
+    def _begin_trial(self, n: int, *, beside: bool) -> list[Event]:
         sequence = self._sequence
         if self._goes_on and sequence.pager:
             n = min(3 * self._n_most, sequence.pager.n_batch, sequence.options.n_ctx - sequence.n_tokens)
-        plan = sequence.begin_trial(n)
+        plan = sequence.begin_trial(n, beside=beside)
         self._n_rows, self._until = 0, sequence.n_tokens + n
         return [Paged(sequence.n_tokens, plan.drops, plan.page_ins)] if plan else []
 

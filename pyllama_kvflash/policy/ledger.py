@@ -40,6 +40,11 @@ class Blocks:
         return self.n - sum(ledger.n_held for ledger in self.ledgers)
 
     @property
+    def n_room(self) -> int:
+        """Blocks that are free, or that chunks and guests can give up."""
+        return self.n_free + sum(int(np.count_nonzero(each.evictable())) + each.n_guests for each in self.ledgers)
+
+    @property
     def n_spare(self) -> int:
         """Blocks for trials, beside those of trials under way, of what each sequence protects, sooner or later, and of a chunk that it
         begins.

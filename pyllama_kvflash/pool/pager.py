@@ -178,7 +178,7 @@ class Pager:
             left = self.host(0)
             return Plan(always.drops + left.drops, always.page_ins)
         more = min(ledger.n_chunks, ledger.n_share) - ledger.n_held
-        self.apply(make_room(ledger, max(0, more)))
+        self.apply(make_room(ledger, max(0, min(more, ledger.blocks.n_room))))  # others' trials may have the rest
         must = np.flatnonzero(ledger.protected())
         n_missing = int(np.count_nonzero(ledger.state[must] == State.OUT))
         recent = reselect(ledger, 1 + n_missing)

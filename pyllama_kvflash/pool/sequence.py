@@ -177,16 +177,16 @@ class PooledSequence:
             self.paged.arrive()
         self._arriving = None
 
-    def begin_trial(self, n: int) -> Plan:
+    def begin_trial(self, n: int, *, beside: bool = False) -> Plan:
         """Let up to n tokens be decoded through the pool after the last position. recover() then leaves all as it was, but for
         chunks that made room. Returns which did.
 
-        Meanwhile exact batches may extend the sequence beneath, and other sequences go on. Raises PoolError and HostMemoryError.
+        Meanwhile exact batches may extend the sequence beneath, and other sequences go on. beside: one of these is being checked, so
+        that no other trial can end for this one. Raises PoolError and HostMemoryError.
         """
-        ledger = self.paged.ledger
         self.recover(others=False)
-        if ledger.new_chunks(n) > ledger.blocks.n_spare:
-            if any(s.checking for s in self.peers):
+        if (ledger := self.paged.ledger).new_chunks(n) > ledger.blocks.n_spare:
+            if beside:
                 msg = "the trials of all sequences do not fit the pool together"
                 raise PoolError(msg)
             self.recover()
@@ -268,7 +268,7 @@ class PooledSequence:
         if not cut_off:
             return
         for s in cut_off:
-            s.passing = s.whole = False
+            s.passing = s.whole = s.checking = False
             try:
                 s._undo_trial()  # noqa: SLF001 (a peer)
                 s.ctx.seq_rm(s.n_tokens)
@@ -306,7 +306,7 @@ class PooledSequence:
         if self.pager:
             self.pager.clear()
         self._arriving = self._state = None
-        self.passing = self.whole = False
+        self.passing = self.whole = self.checking = False
         self.consistent = True
 
     def forget_exactly(self, n_tokens: int) -> None:

@@ -115,8 +115,10 @@ def advance_exactly(
     passing = _go_on(sequence)
     start, exact, pager = sequence.n_tokens, sequence.reads_exactly, sequence.paged
     plan, records = pager.prepare(len(tokens), passing=passing)
-    sequence.checking = beside is not None
+    if not sequence.trying:
+        beside = None  # what was cut off elsewhere has ended the trial
     try:
+        sequence.checking = beside is not None
         exact.decode(sequence.ctx, tokens, start, records, outputs, more=more, beside=beside)
     finally:
         sequence.checking = False
