@@ -97,7 +97,7 @@ def decode_all(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, f
             n_rounds += len(left)
             if kv.decoder.lossless:
                 for run, following in zip(left, [*left[1:], left[0]], strict=True):
-                    run.step(following if following is not run else None)
+                    run.step(following)
             else:
                 step_together(left)
         seconds = time.perf_counter() - begin

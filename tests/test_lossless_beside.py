@@ -79,6 +79,15 @@ def begun(kv: KVFlash, texts: Sequence[Any], chosen: Sequence[Chosen], n: int) -
     return runs
 
 
+def take_turns(runs: Sequence[Generation], *, ahead: bool = True) -> list[list[int]]:
+    """Have all answers end. Returns the tokens of each. ahead: each is told whose turn is the next one."""
+    got: list[list[int]] = [[] for _ in runs]
+    while left := [i for i, run in enumerate(runs) if not run.ended]:
+        for i, following in zip(left, [*left[1:], left[0]], strict=True):
+            got[i] += turn(runs[i], runs[following] if ahead else None)
+    return got
+
+
 @pytest.mark.parametrize(
     "wrong", [set(), {710, 711, 730, 765}, set(range(701, 800, 2))], ids=["never", "some", "each other"]
 )
@@ -174,11 +183,7 @@ def test_sequences_take_turns_beside_checks(
     chosen = [known() for _ in texts]
     want = [chosen_alike(c, opened(**FULL), text, 60) for c, text in zip(chosen, texts, strict=True)]
     runs = begun(kv, texts, chosen, 60)
-    got: list[list[int]] = [[] for _ in runs]
-    while left := [i for i, run in enumerate(runs) if not run.ended]:
-        for i, following in zip(left, [*left[1:], left[0]], strict=True):
-            got[i] += turn(runs[i], runs[following] if ahead and following != i else None)
-    assert got == want
+    assert take_turns(runs, ahead=ahead) == want
     assert any(went_on)
     assert (drafted[0] > 20) == (ahead and pool > 2 * N_POOL)
     kv.check_integrity()
@@ -192,13 +197,11 @@ def test_one_answers_while_another_reads(
     kv, texts, chosen = opened(n_parallel=2, pool=4 * N_POOL), (TOKENS[:700], TOKENS[200:1900]), [known(), known()]
     want = [chosen_alike(c, opened(**FULL), text, 60) for c, text in zip(chosen, texts, strict=True)]
     runs = begun(kv, texts, chosen, 60)
-    got: list[list[int]] = [[], []]
+    first: list[int] = []
     while runs[0].reading:
-        got[0] += turn(runs[0])
-    while not all(run.ended for run in runs):
-        for i, run in enumerate(runs):
-            got[i] += [] if run.ended else turn(run)
-    assert got == want
+        first += turn(runs[0])
+    got = take_turns(runs, ahead=False)
+    assert [first + got[0], got[1]] == want
     kv.check_integrity()
 
 
@@ -323,7 +326,7 @@ def test_cut_off_while_another_is_checked(
             turn(runs[1], runs[0])
 
     def check(kv: KVFlash) -> None:
-        runs, got, further = [], [], []
+        runs, further = [], []
         for s, c, text, to_come in zip(kv.sequences, chosen, texts, want, strict=True):
             all_of_it, pending = [*text.tolist(), *to_come], s.sequence.pending
             left = [*s.tokens.tolist(), *([] if pending is None else [pending])]
@@ -334,11 +337,7 @@ def test_cut_off_while_another_is_checked(
             further.append(all_of_it[n : n + 6])
             with held(c, n - len(text)):
                 runs.append(s.generation(np.array(prompt, np.int32), max_tokens=6, sampling=GREEDY))
-            got.append([])
-        while going := [i for i, run in enumerate(runs) if not run.ended]:
-            for i, following in zip(going, [*going[1:], going[0]], strict=True):
-                got[i] += turn(runs[i], runs[following] if following != i else None)
-        assert got == further
+        assert take_turns(runs) == further
         kv.check_integrity()
         for s in kv.sequences:
             s.clear()

@@ -223,7 +223,7 @@ class Generation:
     def step(self, following: "Generation | None" = None) -> list[Event]:
         """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode(), and InUseError.
 
-        following: the answer whose step is the next one: it may draft while this one's draft is checked.
+        following: the answer whose step is the next one: it may draft while this one's draft is checked. None, or this one: none is.
         """
         return self._claim.run(self._step, following)
 
@@ -231,7 +231,9 @@ class Generation:
         if lossless := self.decoder.lossless_now:
             self._writer.go_back()
             return [
-                *LosslessStep(self._writer, lossless).take(following.ahead() if following else None),
+                *LosslessStep(self._writer, lossless).take(
+                    following.ahead() if following and following is not self else None
+                ),
                 *self.answer.shown(),
                 *self.decoder.after_step(),
             ]

@@ -44,7 +44,6 @@ class Lossless:
             n_most = min(n_most, sequence.reads_exactly.ctx.n_rollback)
         self._n_most = n_most
         self._length = DraftLength([min(n_fixed, n_most)] if n_fixed else range(n_most + 1))
-        # a state goes back to where the last check began, and no further; a scorer chooses after each check
         self._fixed = n_fixed > 0
         self._draft_s = 0.0
         self._events: list[Event] = []  # of drafts that were made ahead

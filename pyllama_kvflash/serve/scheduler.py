@@ -320,7 +320,7 @@ class Scheduler:
             for (slot, serving), events in zip(together, happened, strict=True):
                 self._send(slot, serving, [*events, *serving.generation.answer.shown()])
         for (slot, serving), (_, following) in zip(alone, [*alone[1:], *alone[:1]], strict=True):
-            self._step(slot, serving, following if following is not serving else None)
+            self._step(slot, serving, following)
         n = sum(serving.generation.answer.n_tokens for _, serving in answering) - n_before
         self.metrics.add(decode_tokens=n, decode_seconds=time.perf_counter() - begin)
 
@@ -334,10 +334,10 @@ class Scheduler:
                 self._fail(slot, serving.job, err)
         return shares
 
-    def _step(self, slot: Slot, serving: Serving, following: Serving | None) -> None:
+    def _step(self, slot: Slot, serving: Serving, following: Serving) -> None:
         """Take a step in one answer, in its own batch. following: the one whose turn is the next one."""
         try:
-            events = serving.generation.step(following.generation if following else None)
+            events = serving.generation.step(following.generation)
         except SnapshotError as err:
             self._recover(slot, serving, err)
         except (HostMemoryError, PoolError) as err:
