@@ -96,12 +96,26 @@ def test_forgotten_places_are_used_again() -> None:
     assert len(store) == 40
     assert store.used_bytes == 40 * N
     assert 40 not in store
-    assert {place(store.put(chunk)) for chunk in range(40, 100)} <= before - kept | free_places(store)
+    free = before - kept | free_places(store)
+    assert {place(store.put(chunk)) for chunk in range(40, 100)} <= free
     assert store.memory.held_bytes == held
     store.forget(0)
     for chunk in range(100):
         store.put(chunk)
     assert store.memory.held_bytes == held
+
+
+def test_neighbouring_chunks_are_beside_each_other_where_others_were_forgotten() -> None:
+    """One copy then has many of them, as in new memory."""
+    memory = HostMemory(N)
+    memory.expect(100)
+    first, second = HostStore(memory), HostStore(memory)
+    for chunk in range(20):
+        first.put(chunk)
+        second.put(chunk)
+    for store in (first, second):
+        store.forget(0)
+    assert np.all(np.diff([place(first.put(chunk)) for chunk in range(100)]) == N)
 
 
 def free_places(store: HostStore) -> set[int]:
