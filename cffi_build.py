@@ -220,6 +220,7 @@ int  kvf_wait_exact(struct llama_context * ctx, uint32_t n, llama_pos * end);
 int  kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
 int  kvf_synchronize(struct llama_context * ctx);
 int  kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
+int  kvf_top_probability(struct llama_context * ctx, int32_t i, float * res);
 int  kvf_decode_each(struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos,
                      const llama_token * tokens, int32_t n);
 int  kvf_clear(struct llama_context * ctx);

@@ -33,7 +33,7 @@ from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Context, Model, Sampler, devices
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy.lookahead import Lookahead
+from pyllama_kvflash.policy.lookahead import Length, Lookahead
 
 N_WORDS = 500  # tokens that are used: every vocabulary has them
 
@@ -59,16 +59,16 @@ def forced(text: Any, accepted: float | None) -> Iterator[None]:
             self.taken += 1
             return int(text[at]) if right[at] or not self.forked else (int(text[at]) + 1) % N_WORDS
 
-    kept = generation.Sampler, Lookahead.n, Model.is_eog, Model.piece
+    kept = generation.Sampler, Lookahead.next, Model.is_eog, Model.piece
     generation.Sampler = Forced  # type: ignore[misc]
     Model.is_eog = lambda *_: False  # type: ignore[method-assign]
     Model.piece = lambda *_, **__: b""  # type: ignore[method-assign]
     if accepted is None:
-        Lookahead.n = 0  # type: ignore[assignment, method-assign]
+        Lookahead.next = Length(0)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        generation.Sampler, Lookahead.n, Model.is_eog, Model.piece = kept  # type: ignore[misc, method-assign]
+        generation.Sampler, Lookahead.next, Model.is_eog, Model.piece = kept  # type: ignore[misc, method-assign]
 
 
 def decode(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, float]:

@@ -1,10 +1,11 @@
-"""A server that speculates beside one that does not, in one process and by turns: tokens a second on copied text.
+"""Servers that answer in different ways, in one process and by turns: tokens a second of all clients.
 
-python bench/serve_spec.py --clients 1,2,4 --tokens 256                     the bundled needle-7m, --spec ngram
+python bench/serve_spec.py --clients 1,2,4 --tokens 256                     the bundled needle-7m, without and with --spec ngram
 python bench/serve_spec.py -m model.gguf --draft-max 3 --pool 4096
+python bench/serve_spec.py -m model.gguf --ways full,lossless --context 16384 --pool 8192 --text novel.txt
 
-Each client asks for the continuation of its own text, which repeats a line; the requests go through the scheduler, as those of
-HTTP do. Both servers give the same text, but for near ties.
+Each client asks for the continuation of its own text, which repeats a line, or is a part of --text; the requests go through the
+scheduler, as those of HTTP do. "full" holds everything; "lossless" has panes of two layers. All give the same text, but for near ties.
 """
 
 import argparse
@@ -63,11 +64,11 @@ def ask(scheduler: Scheduler, prompts: list[Any], n_tokens: int) -> tuple[float,
     return sum(c.done.n_answer for c in clients if c.done) / seconds, [c.text for c in clients]
 
 
-def opened(path: Path, options: dict[str, Any], spec: Spec | None) -> Scheduler:
+def opened(path: Path, options: dict[str, Any]) -> Scheduler:
     """Return a server that is ready."""
 
     def open_(_progress: Callable[[float], None]) -> KVFlash:
-        return KVFlash.from_file(path, **options, spec=spec)
+        return KVFlash.from_file(path, **options)
 
     scheduler = Scheduler(open_, n_queue=64)
     scheduler.start()
@@ -78,37 +79,53 @@ def opened(path: Path, options: dict[str, Any], spec: Spec | None) -> Scheduler:
     return scheduler
 
 
-def texts(kv: KVFlash, pool: int, n: int) -> list[Any]:
-    """Return prompts of n clients: the same lines after different beginnings."""
-    tokens = kv.tokenize(make_text(kv, "copy", pool, 0)[0])
-    return [np.concatenate([tokens[:1], tokens[1 + 16 * i :]]).astype(np.int32) for i in range(n)]
+def texts(kv: KVFlash, text: Path | None, n_tokens: int, n: int) -> list[Any]:
+    """Return prompts of n clients, n_tokens or a little fewer each: the same lines after different beginnings, or parts of a text."""
+    if text is None:
+        tokens = kv.tokenize(make_text(kv, "copy", n_tokens, 0)[0])
+        return [np.concatenate([tokens[:1], tokens[1 + 16 * i :]]).astype(np.int32) for i in range(n)]
+    tokens = kv.tokenize(text.read_text(encoding="utf-8", errors="replace")[: 6 * n * n_tokens])
+    return [tokens[i * n_tokens : (i + 1) * n_tokens] for i in range(n)]
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, default=BUNDLED_MODEL)
+    parser.add_argument(
+        "--ways",
+        default="none,ngram",
+        help="of none, ngram, full and lossless; the first is what others are compared with",
+    )
     parser.add_argument("--clients", default="1,2,4")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--pool", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=0, help="tokens of each prompt; 0: those of the pool by clients")
+    parser.add_argument("--text", type=Path, default=None, help="which prompts are parts of; none: lines that repeat")
     parser.add_argument("--draft-max", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     counts = [int(n) for n in args.clients.split(",")]
-    options: dict[str, Any] = {"n_ctx": 16384, "pool": args.pool, "n_parallel": max(counts)}
-    servers = {
-        "none": opened(args.model, options, None),
-        "ngram": opened(args.model, options, Spec(kind="ngram", n_max=args.draft_max)),
+    n_tokens = args.context or args.pool // max(counts)
+    options: dict[str, Any] = {"n_ctx": max(16384, n_tokens + args.tokens + 64), "n_parallel": max(counts)}
+    ways: dict[str, dict[str, Any]] = {
+        "none": {"pool": args.pool},
+        "ngram": {"pool": args.pool, "spec": Spec(kind="ngram", n_max=args.draft_max)},
+        "full": {"pool": "off"},
+        "lossless": {"pool": args.pool, "mode": "lossless", "panes": 2},
     }
-    kv = servers["none"].kv
+    servers = {name: opened(args.model, {**options, **ways[name]}) for name in args.ways.split(",")}
+    first, *others = servers
+    kv = servers[first].kv
     if kv is None:
         raise SystemExit("the model was closed")
     print(
-        f"{args.model.name}, pool {args.pool:,}, {args.tokens} tokens each, --draft-max {args.draft_max}; {hardware()}"
+        f"{args.model.name}, {n_tokens:,} tokens, pool {args.pool:,}, {args.tokens} tokens each, --draft-max {args.draft_max}; {hardware()}"
     )
-    print("\n| clients | none | --spec ngram | times as fast | same text |\n|---:|---:|---:|---:|---|")
+    print(f"\n| clients | {first} |{''.join(f' {name} | times as fast | same text |' for name in others)}")
+    print(f"|---:|---:|{'---:|---:|---|' * len(others)}")
     for n in counts:
-        prompts = texts(kv, args.pool // max(counts), n)
+        prompts = texts(kv, args.text, n_tokens, n)
         rates: dict[str, list[float]] = {name: [] for name in servers}
         said: dict[str, list[str]] = {}
         for i in range(args.rounds + 1):
@@ -116,9 +133,11 @@ def main() -> None:
                 rate, said[name] = ask(server, prompts, args.tokens)
                 if i:  # the first round reads the prompts; the others find them in the sequences
                     rates[name].append(rate)
-        plain, drafted = median(rates["none"]), median(rates["ngram"])
-        same = sum(a == b for a, b in zip(said["none"], said["ngram"], strict=True))
-        print(f"| {n} | {plain:.0f} tok/s | {drafted:.0f} tok/s | {drafted / plain:.2f} | {same} of {n} |", flush=True)
+        base, row = median(rates[first]), ""
+        for name in others:
+            rate, same = median(rates[name]), sum(a == b for a, b in zip(said[first], said[name], strict=True))
+            row += f" {rate:.0f} tok/s | {rate / base:.2f} | {same} of {n} |"
+        print(f"| {n} | {base:.0f} tok/s |{row}", flush=True)
     for server in servers.values():
         server.end()
         server.join(30)

@@ -26,7 +26,7 @@ from pyllama_kvflash.events import Checked
 from pyllama_kvflash.native.guests import UNIT
 from pyllama_kvflash.needle import make_prompt
 from pyllama_kvflash.options import Spec
-from pyllama_kvflash.policy.lookahead import Lookahead
+from pyllama_kvflash.policy.lookahead import Length, Lookahead
 from pyllama_kvflash.pool.sequence import PooledSequence
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
@@ -70,7 +70,7 @@ def test_the_text_is_the_full_caches(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Greedy and with a seed, in a second turn, and after a rollback to where the index is shorter; if the model can go back."""
-    monkeypatch.setattr(Lookahead, "n", 3)  # no clock
+    monkeypatch.setattr(Lookahead, "next", Length(3))  # no clock
     kv, full, chosen = opened(name), opened(name, **FULL), known(name)
     for n, sampling in ((700, SEED), (820, lossless.GREEDY), (500, SEED)):
         for one in (kv, full):
@@ -91,7 +91,7 @@ def test_needles(
     opened: Open, known: Callable[..., Chosen], monkeypatch: pytest.MonkeyPatch, spec: Spec | None
 ) -> None:
     """A trained model, alone and with a drafter in front of the pool."""
-    monkeypatch.setattr(Lookahead, "n", 3)  # no clock
+    monkeypatch.setattr(Lookahead, "next", Length(3))  # no clock
     kv, full, chosen = opened("needle", spec=spec), opened("needle", **FULL), known("needle")
     text = make_prompt(2000, lambda part: len(kv.tokenize(part, add_special=False)), n_needles=4, seed=1)
     for prompt, how in ((text.text + text.needles[0].question, {}), (text.needles[1].question, {"append": True})):
@@ -109,7 +109,7 @@ def test_sequences_take_turns(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Without flash attention, which sums in f16: where two share a window's cells, these are in another order."""
-    monkeypatch.setattr(Lookahead, "n", 3)  # no clock
+    monkeypatch.setattr(Lookahead, "next", Length(3))  # no clock
     plain: dict[str, Any] = {"flash_attn": "off"}
     kv, texts = opened(name, n_parallel=2, pool=512, **plain), (TOKENS[:700], TOKENS[700:1300])
     chosen = [known(name, **plain) for _ in texts]
@@ -131,7 +131,7 @@ def test_cut_off_at_every_line(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """What is left is the beginning of what would have been, and goes on as that."""
-    monkeypatch.setattr(Lookahead, "n", 3)
+    monkeypatch.setattr(Lookahead, "next", Length(3))
     chosen = known(name)
     want = [*TOKENS[:400].tolist(), *chosen_alike(chosen, opened(name, **FULL), TOKENS[:400], 30)]
 

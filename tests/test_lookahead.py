@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from pyllama_kvflash.policy.doubt import Doubt
 from pyllama_kvflash.policy.draft_length import DraftLength
 from pyllama_kvflash.policy.gate import Gate
-from pyllama_kvflash.policy.lookahead import Lookahead
+from pyllama_kvflash.policy.lookahead import Length, Lookahead
 
 N_MOST = 16
 
@@ -193,3 +194,72 @@ def test_with_drafts_beside_checks_it_finds_nearly_the_best(a: float, check_s: f
     assert look.draft_s == pytest.approx(draft_s)
     assert rates[look.n] > 0.93 * max(rates)
     assert max(rates) > 1.03 * max(rate(n, a, draft_s, check_s, 0) for n in range(65)), "it is worth it"
+
+
+#
+# drafts that end early
+#
+
+SURE, UNSURE = 0.995, 0.3  # what a drafter gave its first choice
+RIGHT = {SURE: 0.993, UNSURE: 0.69}  # how often that is right
+N_TOKENS = 12_000
+
+
+def text() -> tuple[list[float], list[bool]]:
+    """What a drafter would give each token, and whether it is right: every eighth is unsure, on average."""
+    rng = np.random.default_rng(3)
+    tops = [UNSURE if u < 0.13 else SURE for u in rng.random(2 * N_TOKENS)]
+    return tops, [bool(u < RIGHT[top]) for u, top in zip(rng.random(2 * N_TOKENS), tops, strict=True)]
+
+
+def seconds(look: Lookahead | None, n_fixed: int, times: tuple[float, float, float]) -> float:
+    """How long N_TOKENS take. look: None: each draft has n_fixed tokens."""
+    (draft_s, base_s, each_s), (tops, right) = times, text()
+    at, res = 0, 0.0
+    while at < N_TOKENS:
+        length, n = look.next if look else Length(n_fixed), 0
+        while n < length.n and not (look and look.all_right(tops[at : at + n]) <= length.least):
+            n += 1
+        n_right = next((i for i in range(n) if not right[at + i]), n)
+        check_s = base_s + (n + 1) * each_s
+        if look:
+            look.checked(n, n_right, n * draft_s, check_s, tops=tops[at : at + n])
+        res += n * draft_s + check_s
+        at += n_right + 1
+    return res
+
+
+@pytest.mark.parametrize("times", [(0.0055, 0.11, 0.0003), (0.0065, 0.21, 0.0004), (0.0055, 0.012, 0.0001)])
+def test_drafts_end_where_the_drafter_is_unsure(times: tuple[float, float, float]) -> None:
+    best = min(seconds(None, n, times) for n in (*range(4, 40, 2), 48, 64))
+    assert seconds(Lookahead(range(65)), 0, times) < 0.985 * best
+
+
+def test_a_draft_of_average_tokens_is_as_long_as_pays() -> None:
+    """Where nothing is known but how often they are right."""
+    look = Lookahead(range(N_MOST + 1))
+    play(look, 60, 0.8, CASES["streaming"][1])
+    length, n = look.next, look.n
+    assert 0 < n < length.n == N_MOST
+    assert look.all_right([0.5] * (n - 1)) > length.least >= look.all_right([0.5] * n)
+
+
+def test_nothing_ends_a_draft_whose_length_is_fixed_or_tried() -> None:
+    assert DraftLength([5]).next == Length(5)
+    assert DraftLength([5]).all_right([0.1] * 5) == 1
+    look = Lookahead(range(N_MOST + 1))
+    assert look.next == Length(look.n), "a line takes two lengths"
+    for _ in range(64):
+        look.checked(2, 1, 0.01, 0.1, tops=[0.5, 0.5])
+    assert look.next == Length(look.n), "another one is tried"
+
+
+def test_what_follows_a_wrong_token_says_nothing() -> None:
+    doubt = Doubt()
+    for _ in range(50):
+        doubt.checked([0.999, 0.6, 0.1, 0.1], 1)
+    assert doubt.all_right([0.999], 0.5) > 0.9
+    assert doubt.all_right([0.6], 0.5) < 0.1
+    assert doubt.all_right([0.1], 0.5) == 0.5
+    assert doubt.all_right([0.999, 0.6], 0.5) == doubt.all_right([0.999], 0.5) * doubt.all_right([0.6], 0.5)
+    assert doubt.all_right([], 0.5) == 1

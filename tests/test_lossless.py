@@ -24,7 +24,7 @@ from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.errors import UnsupportedError, UsageError
 from pyllama_kvflash.native import ALL, LAST, Context
 from pyllama_kvflash.options import LOOKAHEAD, RECURRENT_LOOKAHEAD, Options, Spec
-from pyllama_kvflash.policy.lookahead import Lookahead
+from pyllama_kvflash.policy.lookahead import Length, Lookahead
 from pyllama_kvflash.pool.exact import ExactReader
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
@@ -105,15 +105,14 @@ def test_whatever_was_drafted(
     kv, full, plain = opened(name), opened(name, **FULL), opened(name, mode="fast")
     want = chosen_alike(chosen, full, TOKENS[:700], 90)
 
-    def draft(_: Lossless, token: int, n: int, _sampler: Any) -> Any:
-        at = kv.n_tokens + 1 - 700
+    def draft(_: Lossless, token: int, left: int, _sampler: Any) -> Any:
+        at, n = kv.n_tokens + 1 - 700, min(7, left)
         assert token == want[at - 1]
         guesses = np.array([*want[at : at + n], *TOKENS[:n]], np.int32)[:n]
         guesses[right:] = (guesses[right:] + 1) % tiny.N_VOCAB
         return guesses, []
 
     monkeypatch.setattr(Lossless, "draft", draft)
-    monkeypatch.setattr(Lookahead, "n", 7)
     assert chosen_alike(chosen, kv, TOKENS[:700], 90) == want
     check_residency(kv, CHUNK)
     stats = kv.decoder.lossless.stats if kv.decoder.lossless else None
@@ -141,15 +140,15 @@ def test_it_computes_what_llama_cpp_does_of_the_same_batches(
     batches = Batches(monkeypatch)
     draft = Lossless.draft
 
-    def partly(lossless: Lossless, token: int, n: int, sampler: Any) -> Any:
-        guesses, moved = draft(lossless, token, n, sampler)
+    def partly(lossless: Lossless, token: int, left: int, sampler: Any) -> Any:
+        guesses, moved = draft(lossless, token, left, sampler)
         right = np.array([*full_text[kv.n_tokens + 1 :]], np.int32)[: len(guesses) // 2]
         guesses[: len(right)] = right
         return guesses, moved
 
     full_text = [*TOKENS[:700], *answer(opened(name, **FULL), TOKENS[:700], 120)]
     monkeypatch.setattr(Lossless, "draft", partly)
-    monkeypatch.setattr(Lookahead, "n", 7)  # no clock
+    monkeypatch.setattr(Lookahead, "next", Length(7))  # no clock
     answer(kv, TOKENS[:700], 100)
     n_right = n_wrong = 0
     for start, tokens, logits, n in batches.found:
@@ -289,7 +288,7 @@ def test_sequences_take_turns(
 
     Without flash attention, which sums in f16: a window's cells are in another order where two share them.
     """
-    monkeypatch.setattr(Lookahead, "n", 7)
+    monkeypatch.setattr(Lookahead, "next", Length(7))
     plain: dict[str, Any] = {"flash_attn": "off"}
     kv, texts = opened(name, n_parallel=2, pool=2 * N_POOL, **plain), (TOKENS[:700], TOKENS[700:1300])
     chosen = [known(name, **plain) for _ in texts]
@@ -332,7 +331,7 @@ def test_cut_off_at_every_line(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Ctrl-C anywhere in an answer: what is left is the beginning of what would have been, and goes on as that."""
-    monkeypatch.setattr(Lookahead, "n", 3)
+    monkeypatch.setattr(Lookahead, "next", Length(3))
     chosen = known(name)
     want = [*TOKENS[:400].tolist(), *chosen_alike(chosen, opened(name, **FULL), TOKENS[:400], 40)]
 

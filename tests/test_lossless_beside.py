@@ -22,7 +22,7 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.errors import HostMemoryError
-from pyllama_kvflash.policy.lookahead import Lookahead
+from pyllama_kvflash.policy.lookahead import Length, Lookahead
 from pyllama_kvflash.pool.exact import ExactReader
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
@@ -47,7 +47,7 @@ def went_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return found[-1]
 
     monkeypatch.setattr(ExactReader, "streams", True)
-    monkeypatch.setattr(Lookahead, "n", 3)
+    monkeypatch.setattr(Lookahead, "next", Length(3))
 
     def ahead_by_five(lossless: Lossless, *args: Any) -> Any:
         draft, calls = ahead(lossless, *args), itertools.count()

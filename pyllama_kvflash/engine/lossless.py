@@ -42,10 +42,11 @@ class Lossless:
         n_most = sequence.options.n_lookahead(recurrent=sequence.recurrent)
         if sequence.recurrent:  # some architectures' states cannot go back at all: then nothing is drafted
             n_most = min(n_most, sequence.reads_exactly.ctx.n_rollback)
-        self._n_most = n_most
-        self._length = DraftLength([min(n_fixed, n_most)] if n_fixed else range(n_most + 1))
+        self._n_most = min(n_fixed, n_most) if n_fixed else n_most
+        self._length = DraftLength([self._n_most] if n_fixed else range(n_most + 1))
         self._fixed = n_fixed > 0
         self._draft_s = 0.0
+        self._checked_tops: list[float] = []
         self._events: list[Event] = []  # of drafts that were made ahead
         self._forget()
 
@@ -60,6 +61,7 @@ class Lossless:
     def _forget(self) -> None:
         self._at = (-1, -1)  # positions before the pending token, and that token: what is drafted follows it
         self._drafted: list[int] = []
+        self._tops: list[float] = []  # for each of them, the probability of the pool's first choice
         self._n_rows = (
             0  # the pool has so many of the pending token and those after it; below 0: it lacks accepted ones
         )
@@ -72,10 +74,6 @@ class Lossless:
         self.stats = DraftStats()
         self._forget()
 
-    def n_next(self, left: int) -> int:
-        """Return how many tokens to draft next, if at most `left` may follow the pending one."""
-        return max(0, min(self._length.n, left, self._room - 1))
-
     @property
     def _room(self) -> int:
         """The most tokens of a check."""
@@ -86,21 +84,27 @@ class Lossless:
     # a draft
     #
 
-    def draft(self, token: int, n: int, sampler: Sampler) -> tuple[Tokens, list[Event]]:
-        """Guess what follows `token`, the pending one, by decoding it through the pool, in a trial.
+    def draft(self, token: int, left: int, sampler: Sampler) -> tuple[Tokens, list[Event]]:
+        """Guess what follows `token`, the pending one, by decoding it through the pool, in a trial. At most `left` tokens may follow it.
 
-        sampler: chooses the tokens, and stays where it is. Returns n tokens or fewer, (m,) int32, or what was drafted beside the
+        sampler: chooses the tokens, and stays where it is. Returns as many tokens as pay, (n,) int32, or what was drafted beside the
         last check; and what moved. Raises PoolError, HostMemoryError, Interrupted and NativeError.
         """
-        sequence, begin = self._sequence, time.perf_counter()
+        sequence, begin, length = self._sequence, time.perf_counter(), self._length.next
+        n = max(0, min(length.n, left, self._room - 1))
         self._begin_draft(token, n, sampler)
         ahead = len(self._drafted)
         guesses = _NO_TOKENS if ahead else self._guess(token, min(n, sequence.ctx.n_ubatch) - 1)
         n = min(n, max(0, self._until - sequence.n_tokens))
-        self._extend(lambda: len(self._drafted) >= n, guesses, time.perf_counter() - begin)
+        self._extend(
+            lambda: len(self._drafted) >= n or self._length.all_right(self._tops) <= length.least,
+            guesses,
+            time.perf_counter() - begin,
+        )
         self._n_checked = min(len(self._drafted), self._n_most)
         n_new = self._n_checked - ahead  # the others, drafted beside the last check, cost nothing: see Lookahead
         self._draft_s = (time.perf_counter() - begin) * self._n_checked / n_new if n_new > 0 else 0.0
+        self._checked_tops = self._tops[: self._n_checked]
         sequence.whole = sequence.trying
         events, self._events = self._events, []
         return np.array(self._drafted[: self._n_checked], np.int32), events
@@ -166,6 +170,7 @@ class Lossless:
             for i in range(first, len(batch)):
                 token = self._sample(sampler, i if len(guesses) else -1)
                 self._drafted.append(token)
+                self._tops.append(1.0 if self._fixed else native.top_probability(ctx, i if len(guesses) else -1))
                 self._n_rows = start + i + 1 - sequence.n_tokens
                 if ctx.model.is_eog(token):
                     break
@@ -234,11 +239,12 @@ class Lossless:
         if not ahead:  # the draft's sampler has not drawn the check's own token
             self._sampler = None
         self._at, self._drafted, self._n_rows = (at, following), ahead[1:], self._n_rows - n
+        self._tops = self._tops[self._n_checked + 1 :]
         return True
 
     def checked(self, n_drafted: int, n_right: int, seconds: float) -> None:
         """Record the check of a draft, which took `seconds`: the first n_right of its n_drafted tokens were right."""
-        self._length.checked(n_drafted, n_right, self._draft_s, seconds)
+        self._length.checked(n_drafted, n_right, self._draft_s, seconds, tops=self._checked_tops)
         self.stats.draft_steps += n_drafted > 0
         self.stats.plain_steps += n_drafted == 0
         self.stats.drafted += n_drafted

@@ -83,7 +83,7 @@ class LosslessStep(Step):
         as Decoder.decode_exactly().
         """
         writer, lossless, decoder, left = self._writer, self._lossless, self.decoder, self._left
-        guesses, events = lossless.draft(writer.token, lossless.n_next(left), writer.sampler)
+        guesses, events = lossless.draft(writer.token, left, writer.sampler)
         begin = time.perf_counter()
         tokens, self._n_guessed = np.full(max(lossless.width, len(guesses) + 1), writer.token, np.int32), len(guesses)
         tokens[1 : len(guesses) + 1] = guesses

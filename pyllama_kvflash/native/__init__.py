@@ -21,7 +21,16 @@ from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptib
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.order import order_of, order_of_letters
 from pyllama_kvflash.native.quantize import quantize
-from pyllama_kvflash.native.sampler import MAX_BIASES, MAX_BREAKERS, MAX_PROBS, RANGES, Sampler, Sampling, check_ends
+from pyllama_kvflash.native.sampler import (
+    MAX_BIASES,
+    MAX_BREAKERS,
+    MAX_PROBS,
+    RANGES,
+    Sampler,
+    Sampling,
+    check_ends,
+    top_probability,
+)
 from pyllama_kvflash.native.speculator import Speculator
 from pyllama_kvflash.native.stacks import Notes, n_running, noted
 from pyllama_kvflash.native.summary import Keys, Summaries
@@ -81,6 +90,7 @@ __all__ = [
     "row_bytes",
     "show_log",
     "split_queries",
+    "top_probability",
     "whole_grammar",
     "why_unloadable",
 ]

@@ -228,6 +228,15 @@ class Sampler:
         return float(logits[token]) - total, tuple((int(t), float(logits[t]) - total) for t in best)
 
 
+def top_probability(ctx: Context, i: int = -1) -> float:
+    """Return the probability of the most likely token by the logits of the sequence's token i in the last batch (-1: its last), to a part in
+    10,000. Raises BadLogitsError (NaN, for example).
+    """
+    output, res = ctx.output, ffi.new("float *")
+    check(lib.kvf_top_probability(output.native, output.row(i), res))
+    return float(res[0])
+
+
 _BLOCK = 64
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pyllama_kvflash.policy.gate import Gate
-from pyllama_kvflash.policy.lookahead import Lookahead
+from pyllama_kvflash.policy.lookahead import Length, Lookahead
 
 
 class DraftLength:
@@ -26,6 +26,15 @@ class DraftLength:
             return 0
         return self._lookahead.n if self._lookahead else self._longest
 
+    @property
+    def next(self) -> Length:
+        """Where the next draft ends, by all_right()."""
+        return self._lookahead.next if self._lookahead else Length(self._longest)
+
+    def all_right(self, tops: Sequence[float]) -> float:
+        """Return the probability that all tokens of a draft are right. tops: that of the drafter's first choice, for each."""
+        return self._lookahead.all_right(tops) if self._lookahead else 1.0
+
     def plain(self, seconds: float) -> bool:
         """Record a step without a draft. Returns whether only the gate kept it from drafting."""
         if self.gate is None:
@@ -39,13 +48,15 @@ class DraftLength:
         if self._lookahead:
             self._lookahead.beside(n_drafted)
 
-    def checked(self, n_drafted: int, n_right: int, draft_s: float, check_s: float, width: int = 0) -> None:
+    def checked(
+        self, n_drafted: int, n_right: int, draft_s: float, check_s: float, width: int = 0, tops: Sequence[float] = ()
+    ) -> None:
         """Record a draft of n_drafted tokens, of which the first n_right were right.
 
         draft_s: seconds of the draft; 0: it was drafted beside the check before. check_s: seconds of its check. width: tokens of
-        the batch that checked it; 0: the drafted ones and the one before them.
+        the batch that checked it; 0: the drafted ones and the one before them. tops: as for all_right(); none: not known.
         """
         if self._lookahead:
-            self._lookahead.checked(n_drafted, n_right, draft_s, check_s, width)
+            self._lookahead.checked(n_drafted, n_right, draft_s, check_s, width, tops)
         if self.gate:
             self.gate.drafted(draft_s + check_s, n_right + 1)

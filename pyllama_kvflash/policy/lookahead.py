@@ -7,10 +7,16 @@ what a draft takes, and what the check of n + 1 tokens takes: a line in the numb
 Where k tokens are drafted beside a check, they are the first ones of the next draft if all that is checked is right, and cost no time.
 A run of rounds then ends with a wrong token, after 1 / (1 - a) tokens on average. After its first check it has a^(n+1) / (1 - a^m) more, of
 m = max(n, k) tokens each.
+
+Tokens differ: a draft goes on while it is as probable that all of it is right as it is of one of fewer than n average tokens. So one of sure tokens has more
+than n, and one with an unsure token ends early.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from pyllama_kvflash.policy.doubt import Doubt
 
 _KEPT = 0.95  # of the weight of earlier rounds, at each round
 _SPIKE = 3  # a time counts as at most this many times what was expected: timing errors only add
@@ -44,6 +50,13 @@ class _Line:
         return mean_y + slope * (x - mean_x)
 
 
+class Length(NamedTuple):
+    """Where a draft ends: after n tokens, or once the probability that all of it is right is `least` or below."""
+
+    n: int
+    least: float = 0.0
+
+
 class Lookahead:
     """Chooses the number of tokens of the next draft. The caller owns the clock, and reports each round."""
 
@@ -56,6 +69,7 @@ class Lookahead:
         self._checks = _Line()
         self._n_rounds = 0
         self._n_beside: float | None = None  # tokens that are drafted beside a check; None: drafts wait for it
+        self._doubt = Doubt()
 
     @property
     def acceptance(self) -> float:
@@ -64,16 +78,43 @@ class Lookahead:
 
     @property
     def n(self) -> int:
-        """How many tokens to draft next."""
-        choices = self.choices
-        middle, last = choices[len(choices) // 2], choices[-1]
+        """How many tokens to draft next, if nothing is known of them."""
+        tried = self._tried_next
+        return self._best if tried is None else tried
+
+    @property
+    def next(self) -> Length:
+        """Where the next draft ends."""
+        tried, best, longest = self._tried_next, 0, self.choices[-1]
+        if tried is None:
+            best = self._best
+        if not best:
+            return Length(tried or 0)
+        if best < longest:
+            return Length(longest, (1 + _FLAT) * self.acceptance**best)
+        # longer ones might be better still: another token pays while it is right more often than tokens come in its time
+        more = self._checks.at(longest + 1) - self._checks.at(longest)
+        return Length(longest, self.rate(longest) * ((self.draft_s or 0.0) + more))
+
+    @property
+    def _tried_next(self) -> int | None:
+        """A number to try next, so that the line and the acceptance stay known; None: none is due."""
+        choices, middle, last = self.choices, self.choices[len(self.choices) // 2], self.choices[-1]
         first = (middle, last if last > middle else choices[0])  # what a line takes
         if self._n_rounds < len(first):
             return first[self._n_rounds]
-        best = max(choices, key=self.rate)
-        if self._n_rounds % _PROBE == 0:
-            return next((n for n in choices if n > 2 * best), choices[-1])
-        return best
+        if self._n_rounds % _PROBE:
+            return None
+        best = self._best
+        return next((n for n in choices if n > 2 * best), last)
+
+    @property
+    def _best(self) -> int:
+        return max(self.choices, key=self.rate)
+
+    def all_right(self, tops: Sequence[float]) -> float:
+        """Return the probability that all tokens of a draft are right. tops: that of the drafter's first choice, for each."""
+        return self._doubt.all_right(tops, min(self.acceptance, 1 - 1e-6))
 
     def rate(self, n: int) -> float:
         """Return the tokens per second that are expected of drafts of n tokens. Needs a round with a draft, at least."""
@@ -90,13 +131,22 @@ class Lookahead:
         before = n_drafted if self._n_beside is None else self._n_beside
         self._n_beside = before + (1 - _KEPT) * (n_drafted - before)
 
-    def checked(self, n_drafted: int, n_right: int, draft_s: float, check_s: float, width: int = 0) -> None:
+    def checked(
+        self,
+        n_drafted: int,
+        n_right: int,
+        draft_s: float,
+        check_s: float,
+        width: int = 0,
+        tops: Sequence[float] = (),
+    ) -> None:
         """Record a round: n_drafted tokens, drafted in draft_s seconds, of which the first n_right were right.
 
         draft_s 0: it was drafted beside the check before. check_s: seconds of the check. width: tokens of its batch; 0: the
-        drafted ones and the one before them.
+        drafted ones and the one before them. tops: as for all_right().
         """
         self._n_rounds += 1
+        self._doubt.checked(tops, n_right)
         if n_drafted:
             self._right = _KEPT * self._right + n_right
             self._tried = _KEPT * self._tried + min(n_right + 1, n_drafted)

@@ -379,6 +379,14 @@ struct fuzz {
             llama_token   best = -1;
             expect_ok("argmax", kvf_argmax(pool, outputs == KVF_OUTPUTS_ALL ? i : -1, &best));
             expect(best == std::max_element(row, row + n_vocab) - row, "another token is the most likely one");
+
+            float  likely = 0;
+            double sum    = 0;
+            for (auto x = row; x != row + n_vocab; ++x) {
+                sum += exp((double) *x - row[best]);
+            }
+            expect_ok("top probability", kvf_top_probability(pool, outputs == KVF_OUTPUTS_ALL ? i : -1, &likely));
+            expect(fabs(likely * sum - 1) < 1e-4, "its probability is another");
         }
         if (is_mirrored()) {
             expect_ok("decode, stock", kvf_decode(mirror, 0, n_past, batch.data(), n, outputs));
@@ -1347,6 +1355,7 @@ struct fuzz {
                 {"decode: token", KVF_E_ARGUMENT, [&] { return kvf_decode(pool, own, n_past, alien + rnd(2), 1, 1); }},
                 {"argmax: no context", KVF_E_ARGUMENT, [&] { return kvf_argmax(nullptr, -1, &many[0]); }},
                 {"argmax: no place", KVF_E_ARGUMENT, [&] { return kvf_argmax(pool, -1, nullptr); }},
+                {"top probability: no place", KVF_E_ARGUMENT, [&] { return kvf_top_probability(pool, -1, nullptr); }},
                 {"seq_rm: sequence", KVF_E_ARGUMENT, [&] { return kvf_seq_rm(pool, seq, 0, -1); }},
                 {"attn_seq_rm: sequence", KVF_E_ARGUMENT, [&] { return kvf_attn_seq_rm(pool, seq, 0, -1); }},
                 {"info: no place", KVF_E_ARGUMENT, [&] { return kvf_get_pool_info(pool, nullptr); }},

@@ -2,6 +2,7 @@
 
 #include "kvflash-args.h"
 #include "kvflash-fresh.h"
+#include "kvflash-lanes.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
@@ -166,6 +167,33 @@ int kvf_argmax(llama_context * ctx, int32_t i, llama_token * token) {
             kvf_mark_bad(ctx);
             throw;
         }
+    });
+}
+
+// what the softmax of n finite logits gives the largest, `top`
+KVF_CLONES static float top_probability(const float * x, int32_t n, float top) {
+    lanes_f sum = {};
+    int32_t i   = 0;
+    for (; i + (int32_t) LANES <= n; i += LANES) {
+        lanes_f some;
+        memcpy(&some, x + i, sizeof(some));
+        sum += exponential(some - top);
+    }
+    float all = sum_lanes(sum);
+    for (; i < n; ++i) {
+        all += expf(x[i] - top);
+    }
+    return 1 / all;
+}
+
+int kvf_top_probability(llama_context * ctx, int32_t i, float * res) {
+    return kvf_guard([&] {
+        llama_token likeliest = -1;
+        kvf_check(res, "a place for the probability is needed");
+        const int status = kvf_argmax(ctx, i, &likeliest);
+        if (status != KVF_OK) { throw kvf_failure(status, kvf_error()); }
+        const float * logits = llama_get_logits_ith(ctx, i);
+        *res = top_probability(logits, llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))), logits[likeliest]);
     });
 }
 

@@ -206,6 +206,8 @@ LLAMA_API int kvf_synchronize(struct llama_context * ctx);
 // the most likely token of output i of the last batch (-1: the last), the first one of equals; waits for the computation.
 // KVF_E_LOGITS: there is none
 LLAMA_API int kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
+// its probability, by the softmax of all logits, to a part in 10,000
+LLAMA_API int kvf_top_probability(struct llama_context * ctx, int32_t i, float * res);
 
 LLAMA_API int kvf_clear(struct llama_context * ctx);
 // forget one sequence, and its chunks on their way in
