@@ -21,8 +21,8 @@ CODED_DECODE = {"f16": (273, 136, 85), "4": (222, 186, 157), "2": (218, 194, 170
 UNCODED_CONTEXTS = (8192, 65_536, 262_144)
 UNCODED_DECODE = {"q8_0": (220.4, 80.2, 24.9), "pool": (254.7, 254.3, 250.9)}
 """The same on one H200: the full cache in q8_0, and a pool of 4,096 in q8_0 without codes, by `qk` (docs/RESULTS.md)."""
-LOSSLESS = (0.26, 0.93)
-"""The least and the most of lossless decoding, times the full cache's, on GPUs (docs/results/fresh-lossless.md)."""
+LOSSLESS = (0.46, 0.94)
+"""The least and the most of lossless decoding, times the full f16 cache's, on GPUs (docs/results/lossless.md)."""
 SHARES = (0.0625, 0.125)
 KLD = {
     ("4", "f16"): {"prose": (0.0017, 0.0012), "code": (0.00039, 0.00036)},

@@ -96,11 +96,7 @@ class Lossless:
         ahead = len(self._drafted)
         guesses = _NO_TOKENS if ahead else self._guess(token, min(n, sequence.ctx.n_ubatch) - 1)
         n = min(n, max(0, self._until - sequence.n_tokens))
-        self._extend(
-            lambda: len(self._drafted) >= n or self._length.all_right(self._tops) <= length.least,
-            guesses,
-            time.perf_counter() - begin,
-        )
+        self._extend(lambda: self._enough(n, length.least), guesses, time.perf_counter() - begin)
         self._n_checked = min(len(self._drafted), self._n_most)
         n_new = self._n_checked - ahead  # the others, drafted beside the last check, cost nothing: see Lookahead
         self._draft_s = (time.perf_counter() - begin) * self._n_checked / n_new if n_new > 0 else 0.0
@@ -110,8 +106,12 @@ class Lossless:
         return np.array(self._drafted[: self._n_checked], np.int32), events
 
     def ahead(self, token: int, n: int, sampler: Sampler) -> Beside | None:
-        """Return what to do while another sequence is checked: draft up to n tokens, as draft() does, which then continues. None: nothing."""
-        if not self._goes_on or n < 1:
+        """Return what to do while another sequence is checked: draft up to n tokens, as draft() does, which then continues. None: nothing.
+
+        Not as many as there is time for: a GPU computes them in place of the check.
+        """
+        length = self._length.next
+        if not self._goes_on or min(n, length.n) < 1:
             return None
 
         def draft(done: Callable[[], bool]) -> None:
@@ -120,8 +120,8 @@ class Lossless:
                 return  # to repair them would end the trial that is checked
             with suppress(KVFlashError):  # draft() tries it again
                 self._begin_draft(token, n, sampler, beside=True)
-                n_most = min(n, self._n_most, self._until - sequence.n_tokens)
-                self._extend(lambda: done() or len(self._drafted) >= n_most)
+                n_most = min(n, length.n, self._until - sequence.n_tokens)
+                self._extend(lambda: done() or self._enough(n_most, length.least))
                 sequence.whole = True
 
         return draft
@@ -149,6 +149,10 @@ class Lossless:
         plan = sequence.begin_trial(n, beside=beside)
         self._n_rows, self._until = 0, sequence.n_tokens + n
         return [Paged(sequence.n_tokens, plan.drops, plan.page_ins)] if plan else []
+
+    def _enough(self, n: int, least: float) -> bool:
+        """Whether a draft has n tokens, or is probably not all right. See Length."""
+        return len(self._drafted) >= n or self._length.all_right(self._tops) <= least
 
     def _guess(self, token: int, at_most: int) -> Tokens:
         drafts = self._drafts

@@ -234,6 +234,7 @@ int kvf_clear_seq(llama_context * ctx, llama_seq_id seq) {
         }
         kvf_forget(ctx, seq, 0);
         free_guests(ctx, seq);
+        if (kv && llama_kvflash::panes(*kv)) { llama_kvflash::drop_before(*kv, seq); }
         llama_memory_seq_rm(llama_get_memory(ctx), seq, -1, -1);
     });
 }

@@ -19,8 +19,7 @@ void llama_kvflash::place_before(
 
     uint32_t n_there = kv.seq_pos_max(seq) + 1;
     if (cells.get_used() != n_there || kv.pool_seq != seq) { // those of another sequence
-        cells.reset();
-        panes(kv)->forget(0);
+        drop_before(kv, kv.pool_seq);
         n_there     = 0;
         kv.pool_seq = seq;
     }
@@ -37,6 +36,12 @@ void llama_kvflash::place_before(
         cells.seq_add(i, seq);
     }
     kv.v_heads[0] = pos;
+}
+
+void llama_kvflash::drop_before(llama_kv_cache & kv, llama_seq_id seq) {
+    if (kv.pool_seq != seq) { return; }
+    kv.v_cells[0].reset();
+    panes(kv)->forget(0);
 }
 
 void llama_kvflash::write_heads(
