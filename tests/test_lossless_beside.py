@@ -18,7 +18,7 @@ from support.oracles import ON_GPU
 from support.rounding import Chosen, held
 from support.runs import GREEDY, TOKENS, Open, check_residency, read, turn
 
-from pyllama_kvflash import KVFlash
+from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.errors import HostMemoryError
@@ -113,6 +113,25 @@ def test_drafting_goes_on_beside_a_check(
     more = [chosen_alike(chosen, one, TOKENS[:5], 20, append=True) for one in (full, kv)]
     assert more[0] == more[1]
     check_residency(kv, CHUNK)
+
+
+def test_what_is_said_of_a_token_is_the_full_caches(
+    opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
+) -> None:
+    """Its probability, and the most likely ones, also where drafting went on."""
+    chosen, sampling = known(), Sampling(temperature=0.8, seed=3, n_probs=4)
+
+    def told(kv: KVFlash) -> list[Token]:
+        return [e for e in kv.generate(TOKENS[:700], max_tokens=60, sampling=sampling) if isinstance(e, Token)]
+
+    with held(chosen):
+        want = told(opened(**FULL))
+    with held(chosen), monkeypatch.context() as patch:
+        patch.setattr(Lossless, "_sample", drafts_of([e.id for e in want], {710, 730}, 700))
+        got = told(opened())
+    assert any(went_on)
+    assert [(e.id, e.probs) for e in got] == [(e.id, e.probs) for e in want]
+    assert len({e.probs for e in want}) == 60, "one of another row would be seen"
 
 
 def test_what_is_drafted_beside_a_check_is_of_its_text(
