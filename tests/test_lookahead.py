@@ -213,11 +213,24 @@ def text() -> tuple[list[float], list[bool]]:
 
 
 def seconds(look: Lookahead | None, n_fixed: int, times: tuple[float, float, float]) -> float:
-    """How long N_TOKENS take. look: None: each draft has n_fixed tokens."""
-    (draft_s, base_s, each_s), (tops, right) = times, text()
+    """How long N_TOKENS of that text take. look: None: each draft has n_fixed tokens."""
+    return seconds_of(text(), N_TOKENS, look, n_fixed, times)
+
+
+def seconds_of(
+    text: tuple[list[float], list[bool]],
+    n_tokens: int,
+    look: Lookahead | None,
+    n_fixed: int,
+    times: tuple[float, float, float],
+    *,
+    early: bool = True,
+) -> float:
+    """The same of the first n_tokens of any text. early: whether a draft ends where it is unsure."""
+    (draft_s, base_s, each_s), (tops, right) = times, text
     at, res = 0, 0.0
-    while at < N_TOKENS:
-        length, n = look.next if look else Length(n_fixed), 0
+    while at < n_tokens:
+        length, n = look.next if look and early else Length(look.n if look else n_fixed), 0
         while n < length.n and not (look and look.all_right(tops[at : at + n]) <= length.least):
             n += 1
         n_right = next((i for i in range(n) if not right[at + i]), n)
@@ -235,12 +248,24 @@ def test_drafts_end_where_the_drafter_is_unsure(times: tuple[float, float, float
     assert seconds(Lookahead(range(65)), 0, times) < 0.985 * best
 
 
+def test_an_easy_text_is_forgotten_where_a_hard_one_begins() -> None:
+    """As soon as a draft of average tokens would be."""
+    easy = [0.99] * 8000, [True] * 8000
+    hard = [0.9] * 600, [bool(u < 0.6) for u in np.random.default_rng(0).random(600)]
+    took = []
+    for early in (True, False):
+        look = Lookahead(range(65))
+        seconds_of(easy, 7900, look, 0, (0.0055, 0.11, 0.0003), early=early)
+        took.append(seconds_of(hard, 500, look, 0, (0.0055, 0.11, 0.0003), early=early))
+    assert took[0] < 1.05 * took[1]
+
+
 def test_a_draft_of_average_tokens_is_as_long_as_pays() -> None:
     """Where nothing is known but how often they are right."""
     look = Lookahead(range(N_MOST + 1))
     play(look, 60, 0.8, CASES["streaming"][1])
     length, n = look.next, look.n
-    assert 0 < n < length.n == N_MOST
+    assert 0 < n < length.n <= N_MOST
     assert look.all_right([0.5] * (n - 1)) > length.least >= look.all_right([0.5] * n)
 
 

@@ -9,7 +9,7 @@ from bisect import bisect
 from collections.abc import Sequence
 
 _EDGES = (0.5, 0.8, 0.9, 0.98, 0.995, 0.9995)  # between ranges
-_KEPT = 0.99  # of the weight of earlier checks, at each check
+_KEPT = 0.99  # of a range's weight, at each of its tokens: so an easy text is forgotten as soon as a hard one begins
 _WEIGHT = 4.0  # tokens as which the average counts in each range
 
 
@@ -30,9 +30,7 @@ class Doubt:
 
     def checked(self, tops: Sequence[float], n_right: int) -> None:
         """Record the check of a draft, of which the first n_right tokens were right. What follows a wrong one says nothing."""
-        self._right = [_KEPT * x for x in self._right]
-        self._tried = [_KEPT * x for x in self._tried]
         for k, top in enumerate(tops[: n_right + 1]):
             i = bisect(_EDGES, top)
-            self._tried[i] += 1
-            self._right[i] += k < n_right
+            self._tried[i] = _KEPT * self._tried[i] + 1
+            self._right[i] = _KEPT * self._right[i] + (k < n_right)

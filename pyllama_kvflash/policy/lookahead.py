@@ -91,7 +91,7 @@ class Lookahead:
         if not best:
             return Length(tried or 0)
         if best < longest:
-            return Length(longest, (1 + _FLAT) * self.acceptance**best)
+            return Length(min(longest, 2 * best), (1 + _FLAT) * min(self.acceptance, 1 - 1e-6) ** best)
         # longer ones might be better still: another token pays while it is right more often than tokens come in its time
         more = self._checks.at(longest + 1) - self._checks.at(longest)
         return Length(longest, self.rate(longest) * ((self.draft_s or 0.0) + more))
