@@ -207,7 +207,7 @@ def test_a_conversation_in_a_pipe(document: Any, template: str) -> None:
     res = talk(text, "--chat-template-file", template, "-n", "5")
     assert res.exit_code == 0, res.output
     assert res.stdout == f"{a.answer}.\n{b.answer}.\n"
-    read = [int(n.replace(",", "")) for n in re.findall(r"prefill ([\d,]+) tok at", res.stderr)]
+    read = [int(n.replace(",", "")) for n in re.findall(r"read ([\d,]+) tokens? in", res.stderr)]
     assert read[0] > 900
     assert read[1] < 50
     assert "reselects" in res.stderr
@@ -245,7 +245,7 @@ def test_the_oldest_turns_are_left_out_of_a_full_context(template: str) -> None:
     n = sum(int(count or 1) for count in left_out)
     assert 0 < n < 4
     assert f"of 256 tokens; turns: {4 - n}" in res.stderr
-    assert len(re.findall("prefill", res.stderr)) == 4, "all were answered"
+    assert len(re.findall(": read ", res.stderr)) == 4, "all were answered"
     assert "left out from now on ('0 word word word word wo…" in res.stderr
     assert re.findall(warned, talk(f"{said}\n", *args, "-q").stderr) == left_out
 
@@ -425,14 +425,14 @@ def test_a_terminal() -> None:
         terminal.type("hello\r")
         terminal.until("hello[^>]*The secret")
         terminal.type("\x03")
-        terminal.until("interrupted: prefill(.|\n)*> ")
+        terminal.until("interrupted\r?\n(.|\n)*> ")
         terminal.press("\x03", "/exit or Ctrl-D leaves(.|\n)*> ")
         terminal.type('"""one\r')
         terminal.until(r"\.\.\. ")
         terminal.type('two"""\r')
         terminal.until("The ")
         terminal.process.send_signal(signal.SIGINT)
-        terminal.until("interrupted: prefill(.|\n)*> ")
+        terminal.until("interrupted\r?\n(.|\n)*> ")
         terminal.type("\x04")
         assert terminal.process.wait(20) == 0
     finally:

@@ -103,7 +103,16 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr() -> None:
     assert res.returncode == 0, res.stderr
     assert res.stdout == summary(*args)["text"] + "\n"
     assert len(res.stdout) > 8
-    for word in ("needle-7m", "context 1,024", "prefill", "decode", "tok/s", "KV ", "of RAM", "length"):
+    for word in (
+        "needle-7m",
+        "a context of 1,024 tokens",
+        "full cache in f16: 3.0 MiB",
+        "read ",
+        "wrote ",
+        "tok/s",
+        "at its peak",
+        "(-n)",
+    ):
         assert word in res.stderr
     assert all(line.startswith("kvflash: ") for line in res.stderr.splitlines())
 
@@ -175,8 +184,23 @@ def test_stats_shows_all_figures() -> None:
     assert "prompt" not in res.stdout
 
 
-def test_closing_line_of_a_pool(long_file: Path) -> None:
-    last = good("run", "-f", str(long_file), *POOLED, "-n", "4").stderr.splitlines()[-1]
+def test_two_lines_say_what_runs_and_one_what_it_took(long_file: Path) -> None:
+    lines = good("run", str(BUNDLED_MODEL), "-f", str(long_file), *POOLED, "-n", "4").stderr.splitlines()
+    said = [line for line in lines if not line.startswith("kvflash: reading ")]
+    assert len(said) == 3, said
+    assert said[0] == "kvflash: qwen3 6.97M Q8_0, a context of 4,096 tokens"
+    assert said[1].startswith("kvflash: pool of 768 tokens in f16, and all else by 4 bits of keys and values: ")
+    assert " the full cache takes 12 MiB" in said[1]
+    assert re.fullmatch(
+        r"kvflash: read 1,\d+ tokens in [\d.:]+( s)?, wrote 4 at [\d.,]+ tok/s,( GPU [\d.]+ \w+,)? RAM \d+ MiB at its peak"
+        r"(, cut off after as many tokens as asked for \(-n\))?",
+        said[2],
+    ), said[2]
+    assert good("run", str(BUNDLED_MODEL), "-f", str(long_file), *POOLED, "-n", "4", "-q").stderr == ""
+
+
+def test_details_of_a_pool(long_file: Path) -> None:
+    last = good("run", "-f", str(long_file), *POOLED, "-n", "4", "-v").stderr.splitlines()[-1]
     assert re.fullmatch(
         r"kvflash: \w+: prefill 1,\d+ tok at [\d,]+ tok/s · decode 4 tok at [\d.,]+ tok/s"
         r" · (KV [\d.]+ MiB = 2\.2 MiB of pool \+ [\d.]+ MiB of records \+ [\d.]+ MiB of codes \+ 4\.0 MiB to read prompts,"
@@ -525,7 +549,7 @@ def test_buffers_of_an_exact_pass_count(long_file: Path) -> None:
 
 
 def test_figures_and_banner_of_how_prompts_are_read(long_file: Path) -> None:
-    args = ("run", "-f", str(long_file), *POOLED, "-n", "1", "--stats")
+    args = ("run", "-f", str(long_file), *POOLED, "-n", "1", "--stats", "-v")
     res = good(*args)
     table = rows(res.stderr)
     assert table["exact pass"] == f"{2 * LAYER_BYTES:,} bytes (4.0 MiB) of KV"

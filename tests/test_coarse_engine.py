@@ -25,7 +25,7 @@ from support.rounding import relative_rms
 from support.runs import TOKENS, Open, feed, logits_of, read
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.cli.report import banner, closing_line, stats_table
+from pyllama_kvflash.cli.report import closing_details, details, stats_table
 from pyllama_kvflash.errors import AllocationError, HostMemoryError, UsageError
 from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.options import Options
@@ -227,9 +227,9 @@ def test_bytes_are_said(opened: Open) -> None:
     whole = sum(CoarseForm(4, 4).n_bytes(heads, 8192) for heads in layers)
     assert any(
         f"everything outside the pool seen by 4 bits of keys and values ({whole / 2**20:.1f} MiB" in line
-        for line in banner(kv)
+        for line in details(kv)
     )
-    assert "of codes" in closing_line(s, "length")
+    assert "of codes" in closing_details(s, "length")
     shown = Console(file=io.StringIO(), width=200)
     shown.print(stats_table(s))
     assert "of 1,472 tokens" in shown.file.getvalue()
@@ -281,13 +281,13 @@ def test_the_command_line(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("KVFLASH_COARSE", raising=False)
     pooled = ("-f", str(long_file), "--kvflash", "512", "-c", "4096", "-n", "4")
     said = good("run", *pooled).stderr
-    assert "seen by 4 bits of keys and values" in said
+    assert "and all else by 4 bits of keys and values" in said
     said = good("run", *pooled, "--kvflash-coarse", "4,2", "--stats").stderr
-    assert "seen by 4 bits of keys and 2 of values" in said
+    assert "and all else by 4 bits of keys and 2 of values" in said
     assert "codes" in said
-    assert "seen by" not in good("run", *pooled, "--kvflash-coarse", "off").stderr
+    assert "all else" not in good("run", *pooled, "--kvflash-coarse", "off").stderr
     monkeypatch.setenv("KVFLASH_COARSE", "2")
-    assert "seen by 2 bits" in good("run", *pooled).stderr
+    assert "all else by 2 bits" in good("run", *pooled).stderr
     found = json.loads(good("inspect", "--kvflash", "512", "-c", "4096", "--json").stdout)
     assert found["coarse"] == "2"
     assert found["coarse_bytes"] == next(m["coarse"] for m in found["memory"] if m["coarse"])

@@ -23,7 +23,7 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.control import device_bytes
 from pyllama_kvflash.bench.device import device_kv
 from pyllama_kvflash.bench.grid import Variant
-from pyllama_kvflash.cli.report import banner, closing_line, stats_table
+from pyllama_kvflash.cli.report import closing_details, details, stats_table
 from pyllama_kvflash.engine import memory, placement
 from pyllama_kvflash.engine.loading import probe
 from pyllama_kvflash.engine.planning import needs
@@ -275,9 +275,9 @@ def test_text_says_what_codes_take(opened: Open) -> None:
     for _ in kv.prefill(TOKENS[:1500]):
         pass
     stats = replace(kv.stats(), gpu_bytes=1 << 30)
-    line = closing_line(stats, "length")
+    line = closing_details(stats, "length")
     whole = sum(CoarseForm(4, 4).n_bytes(Heads.of(layer), 4096) for layer in kv.ctx.layers())
-    assert any(f" values ({whole / MIB:.1f} MiB at the full context, " in said for said in banner(kv))
+    assert any(f" values ({whole / MIB:.1f} MiB at the full context, " in said for said in details(kv))
     share = 100 * stats.device_kv_bytes / stats.kv_full_bytes
     assert f" MiB + 3.0 MiB of codes + {stats.pane_bytes / MIB:.1f} MiB to read prompts, full cache" in line
     assert f" ({share:.1f} %)" in line
@@ -287,7 +287,7 @@ def test_text_says_what_codes_take(opened: Open) -> None:
     assert cells["codes"] == f"{TAKEN:,} bytes (3.0 MiB), of 1,488 tokens"
     other = opened(**{**SMALL, "policy": "lru", "coarse": "off"})
     assert other.stats().coarse_bytes == 0
-    assert "of codes" not in closing_line(other.stats(), "length")
+    assert "of codes" not in closing_details(other.stats(), "length")
 
 
 @pytest.mark.usefixtures("on_device")

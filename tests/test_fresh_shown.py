@@ -16,7 +16,7 @@ from support.runs import BY_SIXTEEN, HOST, TOKENS, Open, check_residency, feed
 
 from pyllama_kvflash import KVFlash, Paged
 from pyllama_kvflash.bench.trace import read_trace
-from pyllama_kvflash.cli.report import banner, closing_line, stats_table
+from pyllama_kvflash.cli.report import closing_details, details, stats_table
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
@@ -116,8 +116,8 @@ def test_other_policies_have_no_figures_of_guests(opened: Open) -> None:
     read(kv, 1500)
     stats = kv.stats()
     assert (kv.policy, stats.coarse_bytes, stats.guest_blocks, stats.guests_fetched) == ("lru", 0, 0, 0)
-    assert not any(" codes" in line or "seen by" in line for line in banner(kv))
-    assert " codes" not in closing_line(stats, "length")
+    assert not any(" codes" in line or "seen by" in line for line in details(kv))
+    assert " codes" not in closing_details(stats, "length")
     assert stats_table(stats).row_count == 16
 
 
@@ -136,7 +136,7 @@ FRESH = ("--kvflash-policy", "fresh", "--kvflash-coarse", "4")
 @HOST
 def test_a_run_says_what_codes_take(long_file: Path) -> None:
     """In its first lines for the whole context, at its end as it is; and what an answer needs no more is not said."""
-    res = good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--stats")
+    res = good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--stats", "-v")
     ((whole, share),) = re.findall(
         r"; policy fresh, everything outside the pool seen by 4 bits of keys and values \(([\d.]+) MiB at the full context,"
         r" ([\d.]+) % of the full cache\), ",
@@ -184,7 +184,7 @@ def test_bad_values_are_one_sentence(command: str, args: tuple[str, ...], says: 
 def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"POLICY": "fresh", "COARSE": "4,2", "SET": "opening=5 swaps=3"}.items():
         monkeypatch.setenv(f"KVFLASH_{name}", value)
-    said = good("run", "-f", str(long_file), *POOLED, "-n", "2").stderr
+    said = good("run", "-f", str(long_file), *POOLED, "-n", "2", "-v").stderr
     assert "policy fresh, everything outside the pool seen by 4 bits of keys and 2 of values (" in said
     assert "the first 5 tokens of an answer are lossless" in said
 

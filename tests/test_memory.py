@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,7 @@ def test_the_peak_that_is_said_is_the_one_outside(tmp_path: Path, pool: str, n_w
         "-n",
         "8",
     ]
-    command += ["--kvflash", pool, "--json", "-no-cnv", "--temp", "0", "-t", "1"]
+    command += ["--kvflash", pool, "--json", "-no-cnv", "--temp", "0", "-t", "1", "-v"]
     peak, out, err = peak_of(command)
     stats = json.loads(out)["stats"]
     at_end = N_GPU * AT_END if stats["gpu_bytes"] else 0
@@ -97,13 +98,17 @@ def test_a_gpu_has_its_own_name_and_its_driver() -> None:
 
 
 def test_both_options_that_have_records_on_disk_are_said() -> None:
-    (told,) = records_lines(Options(), gpu=False)
+    options, full = Options(n_ctx=10_000), 100 << 20
+    need = Need("CPU", gpu=False, kv=10 << 20, panes=10 << 20, coarse=20 << 20, records=100 << 20)
+    (told,) = records_lines(options, [need], full)
     assert "(`host_limit` 256M and `disk` DIR)" in told
-    assert records_lines(Options(), gpu=True) == []
+    assert "beyond 6,667 tokens of text they take more than the full cache, 140 MiB at most" in told
+    assert records_lines(options, [need], 140 << 20) == [], "never more"
+    assert records_lines(options, [replace(need, gpu=True)], full) == []
     for gpu in (True, False):
-        (alone,) = records_lines(Options(disk="."), gpu=gpu)
+        (alone,) = records_lines(replace(options, disk="."), [replace(need, gpu=gpu)], full)
         assert "only once no RAM is left" in alone
-        assert records_lines(Options(disk=".", host_limit=1024), gpu=gpu) == []
+        assert records_lines(replace(options, disk=".", host_limit=1024), [replace(need, gpu=gpu)], full) == []
 
 
 def test_another_thread_says_the_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

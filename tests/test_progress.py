@@ -1,6 +1,9 @@
 """Progress of a prompt: in lines where there is no terminal, and on one line of a terminal of any width."""
 
+import contextlib
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from support.commands import POOLED, on_a_terminal
 from support.oracles import ON_GPU
 
 from pyllama_kvflash import KVFlash
+from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.pace import Pace
 from pyllama_kvflash.cli.report import Reporter, fitting, time_left
 from pyllama_kvflash.events import Prefill
@@ -75,13 +79,12 @@ def lines_of(capsys: pytest.CaptureFixture[str], *batches: tuple[int, float]) ->
 
 def test_a_long_prompt_has_a_line_as_soon_as_its_first_batch_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     [line] = lines_of(capsys, (512, 2.0), (1024, 4.0))
-    assert line.startswith("kvflash: prefill 512/4,096 tok  14 s left  256 tok/s  ")
-    assert "KV 1.0 MiB" in line
+    assert line.startswith("kvflash: reading 512/4,096 tok  14 s left  256 tok/s")
 
 
 def test_a_prompt_that_turns_out_long_has_a_line_then(capsys: pytest.CaptureFixture[str]) -> None:
     [line] = lines_of(capsys, (512, 0.1), (1024, 2.0), (1536, 4.0))
-    assert line.startswith("kvflash: prefill 1,024/4,096 tok  49 s left")
+    assert line.startswith("kvflash: reading 1,024/4,096 tok  49 s left")
 
 
 def test_a_short_prompt_has_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,12 +95,12 @@ def test_a_short_prompt_has_none(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_line_fits_a_terminal_of_any_width(long_file: Path, columns: int) -> None:
     args = ("run", "-f", long_file, *POOLED, "-n", "40", "-o", "/dev/null")
     _, shown = on_a_terminal(*map(str, args), env={"NO_COLOR": "1", "COLUMNS": str(columns)})
-    lines = re.findall(r"\x1b\[2K((?:load|prefill|answer) [^\r\n\x1b]*)", shown)
+    lines = re.findall(r"\x1b\[2K((?:load|reading|answer) [^\r\n\x1b]*)", shown)
     assert max(cell_len(line) for line in lines) <= columns
-    known = [line for line in lines if re.match(r"prefill .*[\d,]+/[\d,]+ tok", line)]
+    known = [line for line in lines if re.match(r"reading .*[\d,]+/[\d,]+ tok", line)]
     assert known
     assert not any("…" in line for line in known)
-    assert any(" KV " in line for line in known) == (columns == 200)
+    assert columns < 200 or any("tok/s" in line for line in known)
     assert any("━" in line for line in lines) == (columns == 200)
 
 
@@ -107,3 +110,17 @@ def test_a_full_cache_says_how_far_it_is_before_a_large_batch_is_done() -> None:
         assert kv.n_batch > 1000
         done = [e.done for e in kv.prefill([5] * 1000) if isinstance(e, Prefill)]
     assert done == [256, 512, 768, 1000]
+
+
+@pytest.mark.parametrize(("other", "seen"), [("log", True), ("err", False), (None, False)])
+def test_no_line_of_progress_is_within_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str | None, seen: bool
+) -> None:
+    """An answer is taken as seen where both go to one file, as after `> log 2>&1`."""
+    with contextlib.ExitStack() as stack:
+        monkeypatch.setattr(sys, "stdout", stack.enter_context((tmp_path / "log").open("a")))
+        err = stack.enter_context((tmp_path / other).open("a")) if other else io.StringIO()
+        monkeypatch.setattr(sys, "stderr", err)
+        assert Output(None).is_seen == seen
+        with Output(str(tmp_path / "answer")) as out:
+            assert not out.is_seen

@@ -45,7 +45,7 @@ def run(*args: Any, text: str | bytes = "") -> Result:
 
 def n_read(res: Result) -> int:
     """Tokens of the prompt, as the closing line says."""
-    return int(res.stderr.rsplit("prefill ", 1)[1].split(" tok at")[0].replace(",", ""))
+    return int(res.stderr.rsplit(": read ", 1)[1].split(" token")[0].replace(",", ""))
 
 
 def test_a_question_about_a_file(document: Any, instruct: Path, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_question_about_a_file(document: Any, instruct: Path, tmp_path: Path) 
     (tmp_path / "book.txt").write_text(document.text + "\n")
     needle = document.needles[1]
     for model in (instruct, BUNDLED_MODEL):
-        res = run(model, "-f", tmp_path / "book.txt", "-p", needle.question, *SMALL)
+        res = run(model, "-f", tmp_path / "book.txt", "-p", needle.question, *SMALL, "-v")
         assert (res.exit_code, res.stdout.strip()) == (0, f"{needle.answer}."), res.output
         assert ("is a message in the model's chat template" in res.stderr) == (model == instruct)
 

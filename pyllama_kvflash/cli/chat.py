@@ -15,7 +15,7 @@ import click
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.read import check_given, piped_lines, read_text
-from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
+from pyllama_kvflash.cli.report import Reporter, stats_table
 from pyllama_kvflash.cli.roles import Command, Reads
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import TEMPLATE, read_template
@@ -122,7 +122,7 @@ def chat(
     sampling = params.sampling(options, None)
     options["spec"] = params.spec(options)
     options = params.resolve(options)
-    reporter = Reporter(quiet=quiet is True)
+    reporter = Reporter(quiet=quiet)
     path = model_path(model_arg, model, reporter)
     source = read_template(template_file)
     if quiet is False:
@@ -131,10 +131,7 @@ def chat(
         kv = KVFlash.from_file(path, progress=bar, **options)
     with kv:
         template = ChatTemplate.of(kv.model, source)
-        for warning in filter(None, (*kv.warnings, template.warning)):
-            reporter.warn(warning)
-        for line in banner(kv):
-            reporter.note(line)
+        reporter.opened(kv, template.warning)
         talk = Talk(kv, template, sampling, n_predict, system, reporter)
         talk.add(*files)
         code = talk.run(messages(reporter))
@@ -261,7 +258,7 @@ class Talk:
         except KVFlashError as err:
             self._failed(err, f"{err}; /clear begins a new conversation{self._said.outcome()}")
             return False
-        self._reporter.note(closing_line(done.stats, done.reason))
+        self._reporter.answered(done.stats, done.reason)
         if not answer and done.reason == "interrupted":
             return False
         self._stats = done.stats

@@ -16,7 +16,7 @@ from pyllama_kvflash.bench.demo import QUESTION_ROOM, Answers, ask_all, position
 from pyllama_kvflash.cli import kinds
 from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.output import Output
-from pyllama_kvflash.cli.report import Reporter, banner
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Prints, reads
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
@@ -116,10 +116,7 @@ def _make(kv: KVFlash, tokens: int, needles: int, seed: int) -> NeedlePrompt:
 
 
 def _run(kv: KVFlash, prompt: NeedlePrompt, reporter: Reporter) -> Answers:
-    for warning in kv.warnings:
-        reporter.warn(warning)
-    for line in banner(kv):
-        reporter.note(line)
+    reporter.opened(kv)
     name, total = "full cache" if kv.n_pool is None else kv.policy, len(prompt.needles)
     with reporter.prefilling(name) as reading:
         seconds = read(kv, prompt, reading)

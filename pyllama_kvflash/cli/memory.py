@@ -17,10 +17,6 @@ _NAMES = {
     "checkpoints": "checkpoints",
     "program": "program",
 }
-_ONE_MEMORY = (
-    "without a GPU the pool and its records are the same RAM: a pool decodes long contexts faster, and takes more RAM than the"
-    " full cache, unless records beyond a limit are on disk (`host_limit` 256M and `disk` DIR)"
-)
 _NO_LIMIT = (
     "records go to disk (`disk`) only once no RAM is left: give a limit of those in RAM, too (`host_limit` 256M, say)"
 )
@@ -29,6 +25,13 @@ _NO_LIMIT = (
 def mib(n: int) -> str:
     """Return bytes as MiB, or as GiB where that reads better."""
     return f"{n / 2**30:.2f} GiB" if n >= 10 << 30 else f"{n / 2**20:.1f} MiB"
+
+
+def about(n: int) -> str:
+    """Return bytes in a number that is easily read: "892 MiB", "6.7 GiB"; below 10 MiB with a decimal."""
+    if n >= 1 << 30:
+        return f"{n / 2**30:.1f} GiB"
+    return f"{n / 2**20:.{int(n < 10 << 20)}f} MiB"
 
 
 def place_name(need: Need) -> str:
@@ -43,11 +46,22 @@ def sum_line(need: Need) -> str:
     return f"{mib(need.total)} = {terms}"
 
 
-def records_lines(options: Options, *, gpu: bool) -> list[str]:
-    """Return what is to be said of where a pool's records are. gpu: whether there is one."""
+def records_lines(options: Options, needs: Sequence[Need], full: int) -> list[str]:
+    """Return what is to be said of where a pool's records are. needs: of a full context. full: bytes of the full cache."""
     if options.host_limit is not None and options.disk:
         return []
-    return [_NO_LIMIT] if options.disk else [] if gpu else [_ONE_MEMORY]
+    if options.disk:
+        return [_NO_LIMIT]
+    fixed = sum(need.kv + need.panes for need in needs)
+    most = fixed + (grows := sum(need.records + need.coarse for need in needs))
+    if any(need.gpu for need in needs) or most <= full:
+        return []
+    n = round(options.n_parallel * options.n_ctx * max(0, full - fixed) / grows)
+    said = (
+        f"without a GPU the pool and its records are the same RAM: beyond {n:,} tokens of text they take more than the full cache,"
+        f" {about(most)} at most, unless records beyond a limit are on disk (`host_limit` 256M and `disk` DIR)"
+    )
+    return [said]
 
 
 def memory_line(needs: Sequence[Need]) -> str:

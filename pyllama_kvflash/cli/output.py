@@ -72,9 +72,9 @@ class Output:
             self._discard()
 
     @property
-    def on_terminal(self) -> bool:
-        """Whether what is written is read as it comes."""
-        return self._path is None and sys.stdout.isatty()
+    def is_seen(self) -> bool:
+        """Whether what is written is read as it comes, or is where stderr goes, too: a line between would tear a sentence apart."""
+        return self._path is None and (sys.stdout.isatty() or _is_one(sys.stdout, sys.stderr))
 
     def write(self, text: str) -> None:
         """Write text, visible at once in stdout and in a new file. Raises OutputError if there is no on_error; on
@@ -165,3 +165,11 @@ class Answer(Output):
             text, self._text = "".join(self._text), []
             sys.stdout.write(text)
             sys.stdout.flush()
+
+
+def _is_one(a: IO[str], b: IO[str]) -> bool:
+    """Return whether two streams write to the same file or pipe."""
+    try:
+        return os.path.sameopenfile(a.fileno(), b.fileno())
+    except (OSError, ValueError):  # not files, or closed
+        return False

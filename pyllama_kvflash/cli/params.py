@@ -191,7 +191,8 @@ COMPUTE = options(
 )  # fmt: skip
 
 VERBOSITY = click.option("-q/-v", "--quiet/--verbose", "quiet", default=None,
-                         help="Print only warnings and errors on stderr, or llama.cpp's log, too.")  # fmt: skip
+                         help="-q: on stderr only warnings, errors and, on a terminal, progress. -v: why the cache is as it is, what takes"
+                         " memory, and llama.cpp's log, too.")  # fmt: skip
 
 POOL = options(
     click.option("--kvflash", "pool", metavar="N|auto|off", type=TokenCount("auto", "off"), default="auto",

@@ -1,6 +1,7 @@
 """What `kvflash run` is asked: texts and files as one prompt, in the model's chat template where it has one."""
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -67,7 +68,7 @@ class Prompt:
         return kv.tokenize(self._text, add_special=not self._appends) if self._text else np.zeros(0, np.int32)
 
     def _message(self, kv: KVFlash, template: "ChatTemplate", reporter: Reporter) -> Tokens:
-        self._uses(template, reporter, "the prompt is a message in the model's chat template")
+        self._uses(template, reporter, "the prompt is a message in the model's chat template", reporter.detail)
         system = [{"role": "system", "content": self._system}] if self._system is not None else []
         return template.tokens(kv.model, [*system, {"role": "user", "content": self._text}])
 
@@ -75,15 +76,15 @@ class Prompt:
         if self._system is not None:
             msg = "-sys is given, and the saved conversation has begun already: leave it out, or put it into the prompt"
             raise UsageError(msg)
-        self._uses(template, reporter, "the prompt is the next turn of the saved conversation")
+        self._uses(template, reporter, "the prompt is the next turn of the saved conversation", reporter.note)
         text = template.next_turn({"role": "user", "content": self._text})
         return kv.tokenize(text, add_special=False, parse_special=True)
 
-    def _uses(self, template: "ChatTemplate", reporter: Reporter, how: str) -> None:
+    def _uses(self, template: "ChatTemplate", reporter: Reporter, how: str, say: Callable[[str], None]) -> None:
         if template.warning:
             reporter.warn(template.warning)
         else:
-            reporter.note(f"{how} (--no-chat-template: completed as it is)")
+            say(f"{how} (--no-chat-template: completed as it is)")
         self.stop, self.templated = template.stop, True
 
     def hint(self) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyllama_kvflash.cli.flags import spelled
-from pyllama_kvflash.cli.memory import memory_line, mib, records_lines
+from pyllama_kvflash.cli.memory import about, memory_line, mib, records_lines
 from pyllama_kvflash.cli.pace import Pace
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import counted, number
@@ -24,15 +24,21 @@ _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
 _BARS = ((100, 40), (80, 20))  # least columns of a terminal, and those of its bar; a narrower one has text alone
 _GAP = "  "
 _SHORT = 120  # seconds; a longer time is given in minutes
+_MOMENT = 10  # a shorter time has a decimal
+
+
+def duration(seconds: float) -> str:
+    """Return a time: "4.2 s", "42 s", "3:05", "1:03:05"."""
+    if seconds < _SHORT:
+        return f"{seconds:.{int(seconds < _MOMENT)}f} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
 def time_left(seconds: float) -> str:
     """Return how long something still takes: "42 s left", "3:05 left", "1:03:05 left"."""
-    if seconds < _SHORT:
-        return f"{seconds:.0f} s left"
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02} left" if hours else f"{m}:{s:02} left"
+    return f"{seconds:.0f} s left" if seconds < _SHORT else f"{duration(seconds)} left"
 
 
 def fitting(parts: Sequence[str], room: int) -> str:
@@ -76,21 +82,42 @@ def _estimate(task: Task) -> list[str]:
 
 
 class Reporter:
-    """Progress and notes on stderr: bars on a terminal, an occasional plain line elsewhere, nothing if quiet."""
+    """Progress and notes on stderr: bars on a terminal, an occasional plain line elsewhere, which is a note."""
 
     _KEPT = "\t"  # no line breaks: the rest of a name would be a line of its own
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.quiet = quiet
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
-        self.bars = not quiet and self.console.is_terminal
+    def __init__(self, *, quiet: bool | None = None) -> None:
+        """quiet: True: no lines but warnings and errors; False: details, too."""
+        self.quiet, self.verbose = quiet is True, quiet is False
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.bars = self.console.is_terminal
         self._last = 0.0
         running = click.get_current_context(silent=True)
         self._command = running.command if running else None  # other threads have no context
 
     def note(self, text: str) -> None:
-        """Show a line of information."""
-        self.console.print(f"kvflash: {self._shown(text)}", markup=False)
+        """Show a line of information, unless quiet."""
+        if not self.quiet:
+            self.console.print(f"kvflash: {self._shown(text)}", markup=False)
+
+    def detail(self, text: str) -> None:
+        """Show a line of information that was asked for with -v."""
+        if self.verbose:
+            self.note(text)
+
+    def opened(self, kv: KVFlash, *warnings: str | None) -> None:
+        """Say what runs: two lines, and the details if they are asked for. warnings: others than the engine's."""
+        for warning in dict.fromkeys(filter(None, (*kv.warnings, *warnings))):
+            self.warn(warning)
+        for line in heading(kv):
+            self.note(line)
+        for line in details(kv):
+            self.detail(line)
+
+    def answered(self, stats: Stats, reason: str) -> None:
+        """Say what an answer took: a line, and another one with the details if they are asked for."""
+        self.note(closing(stats, reason))
+        self.detail(closing_details(stats, reason))
 
     def warn(self, text: str, level: str = "warning") -> None:
         """Show a warning, or an error, even if quiet."""
@@ -106,7 +133,7 @@ class Reporter:
             yield LoadBar(progress, progress.add_task(self._short(f"{verb} {name}"), total=1.0))
 
     @contextmanager
-    def prefilling(self, label: str = "prefill") -> Iterator["PrefillBar"]:
+    def prefilling(self, label: str = "reading") -> Iterator["PrefillBar"]:
         """Show a bar while a prompt is computed."""
         self._last = time.monotonic()  # so that nothing is printed for a short prompt
         with self._progress() as progress:
@@ -186,8 +213,7 @@ class PrefillBar:
             f"{ev.done:,}/{ev.total:,} tok",
             *([time_left(left)] if left else []),
             f"{rate:,.0f} tok/s",
-            f"KV {mib(ev.resident_bytes)}",
-            f"records {mib(ev.host_bytes)}",
+            *([f"KV {mib(ev.resident_bytes)}", f"records {mib(ev.host_bytes)}"] if self._reporter.verbose else []),
         )
         self._progress.update(self._task, completed=ev.done, total=ev.total, parts=parts)
         news = not self._is_long and left > _PLAIN_SECONDS
@@ -260,11 +286,37 @@ class CellBar:
         return show
 
 
-def banner(kv: KVFlash) -> list[str]:
-    """Return one or more lines that say what runs, with the arithmetic of the pool."""
+def heading(kv: KVFlash) -> list[str]:
+    """Return two lines that say what runs: the model, and its cache."""
     o, s = kv.options, kv.stats()
-    head = f"{kv.model.description}, context {o.n_ctx:,}, cache {o.type_k}/{o.type_v}, {counted(o.n_threads or 0, 'thread')}"
-    notes = list(kv.notes)
+    each = f", for each of {o.n_parallel} answers at once" if o.n_parallel > 1 else ""
+    head = f"{kv.model.description}, a context of {o.n_ctx:,} tokens{each}"
+    on_gpu = sum(need.kv + need.coarse + need.panes for need in kv.memory if need.gpu)
+    if kv.n_pool is None:
+        return [head, f"full cache in {o.type_k}: {about(s.kv_device_bytes)} of {'the GPU' if on_gpu else 'RAM'}"]
+    room = kv.pager.guests
+    rest = f", and all else by {room.form}" if room else ""
+    lossless = ", each token checked against the full cache" if o.lossless else ""
+    n_records = sum(need.records for need in kv.memory)
+    what = f"pool of {kv.n_pool:,} tokens in {o.type_k}{rest}{lossless}"
+    if on_gpu:
+        return [
+            head,
+            f"{what}: {about(on_gpu)} of the GPU, where the full cache takes {about(s.kv_full_bytes)}; up to {about(n_records)} of RAM",
+        ]
+    grows = sum(need.records + need.coarse for need in kv.memory) / (o.n_parallel * o.n_ctx)
+    fixed = sum(need.kv + need.panes for need in kv.memory)
+    full = f"the full cache takes {about(s.kv_full_bytes)} at once"
+    return [
+        head,
+        f"{what}: {about(fixed)} of RAM, and {about(round(1000 * grows))} for every 1,000 tokens of text; {full}",
+    ]
+
+
+def details(kv: KVFlash) -> list[str]:
+    """Return lines that say why, with the arithmetic of the pool."""
+    o, s = kv.options, kv.stats()
+    notes = [f"cache {o.type_k}/{o.type_v}, {counted(o.n_threads or 0, 'thread')}", *kv.notes]
     if o.spec:
         by = f" by {Path(o.spec.model).name}" if o.spec.model else ""
         notes.append(
@@ -273,7 +325,7 @@ def banner(kv: KVFlash) -> list[str]:
     memory = memory_line(kv.memory)
     where = "on the device" if any(need.gpu and need.kv for need in kv.memory) else "in RAM"
     if kv.n_pool is None:
-        return [head, *notes, f"full cache, {mib(s.kv_device_bytes)} of KV {where}", memory]
+        return [*notes, f"full cache, {mib(s.kv_device_bytes)} of KV {where}", memory]
     if o.lossless:
         notes.append("lossless: tokens are drafted through the pool, and checked against everything before them")
     elif kv.decoder.opens_losslessly:
@@ -287,7 +339,7 @@ def banner(kv: KVFlash) -> list[str]:
         f" {where}, the full cache takes {mib(s.kv_full_bytes)}; policy {policy}, batches of {kv.n_batch:,}"
         f"{', records in memory that the GPU reads' if kv.ctx.pinned else ''}"
     )
-    return [head, *notes, pool, memory, *records_lines(o, gpu=s.gpu_bytes > 0)]
+    return [*notes, pool, memory, *records_lines(o, kv.memory, s.kv_full_bytes)]
 
 
 def _beside(kv: KVFlash, s: Stats) -> str:
@@ -300,8 +352,29 @@ def _beside(kv: KVFlash, s: Stats) -> str:
     return f", everything outside the pool seen by {room.form} ({taken})"
 
 
-def closing_line(s: Stats, reason: str) -> str:
-    """Return the line that ends a run."""
+_ENDED = {
+    "length": "cut off after as many tokens as asked for (-n)",
+    "context": "cut off: the context is full (-c)",
+    "interrupted": "interrupted",
+}
+"""Of reasons for which an answer ends, those that are not its own."""
+
+
+def closing(s: Stats, reason: str) -> str:
+    """Return the line that ends an answer."""
+    parts = [f"read {counted(s.n_prompt, 'token')} in {duration(s.prefill_s)}"] if s.n_prompt else []
+    rate = f" at {s.decode_rate:,.1f} tok/s" if s.n_generated > 1 else ""
+    parts.append(f"wrote {s.n_generated:,}{'' if s.n_prompt else ' tokens'}{rate}")
+    if s.agreement is not None:
+        parts.append(f"{100 * s.agreement:.1f} % of {s.checked:,} tokens checked are the full cache's")
+    parts += [f"GPU {about(s.gpu_bytes)}"] if s.gpu_bytes else []
+    parts.append(f"RAM {about(s.peak_bytes)} at its peak")
+    parts += [_ENDED[reason]] if reason in _ENDED else []
+    return ", ".join(parts)
+
+
+def closing_details(s: Stats, reason: str) -> str:
+    """Return a line with what an answer took, part by part."""
     parts = [
         f"prefill {s.n_prompt:,} tok at {s.prefill_rate:,.0f} tok/s",
         f"decode {s.n_generated:,} tok at {s.decode_rate:,.1f} tok/s",

@@ -14,7 +14,7 @@ from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.output import Answer, Output
 from pyllama_kvflash.cli.prompt import PROMPT, Prompt
-from pyllama_kvflash.cli.report import Reporter, banner, closing_line, stats_table
+from pyllama_kvflash.cli.report import Reporter, stats_table
 from pyllama_kvflash.cli.roles import Command, Prints, reads, reads_scorer_model
 from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
@@ -120,7 +120,7 @@ def run(
     options["spec"] = params.spec(options)
     cache_size = params.cache_size(options)
     options = params.resolve(options)
-    reporter = Reporter(quiet=quiet is True)
+    reporter = Reporter(quiet=quiet)
     warm = Warm(options, reporter, cache_size)
     prompt = Prompt(options, appends=warm.appends)
     path = model_path(model_arg, model, reporter)
@@ -132,10 +132,7 @@ def run(
         with reporter.loading(path.name) as bar:
             kv = KVFlash.from_file(path, progress=bar, **options)
         with kv:
-            for warning in kv.warnings:
-                reporter.warn(warning)
-            for line in banner(kv):
-                reporter.note(line)
+            reporter.opened(kv)
             tokens, append = warm.begin(kv, partial(prompt.tokens, kv, reporter))
             stops = (*stop, *prompt.stop)
             events = kv.generate(tokens, max_tokens=n_predict, sampling=sampling, stop=stops, append=append)
@@ -153,7 +150,7 @@ def run(
                 warm.end(kv)
             except SnapshotError as err:
                 errors.append(err)
-    reporter.note(closing_line(done.stats, done.reason))
+    reporter.answered(done.stats, done.reason)
     if stats:
         reporter.console.print(stats_table(done.stats))
     for error in errors[:-1]:
@@ -193,7 +190,7 @@ def _write(
     text = ""
     with (
         reporter.prefilling() as bar,
-        reporter.answering(hidden=plain and out.on_terminal) as line,
+        reporter.answering(hidden=plain and out.is_seen) as line,
         _kept(lambda: text, out, as_json=as_json),
     ):
         for event in events:

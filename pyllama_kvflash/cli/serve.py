@@ -12,7 +12,7 @@ import click
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.read import read_text
-from pyllama_kvflash.cli.report import Reporter, banner
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Manages, Reads, manages
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.settings import CACHE_SIZE
@@ -135,7 +135,7 @@ def serve(
     from pyllama_kvflash.serve.scheduler import Scheduler  # noqa: PLC0415
     from pyllama_kvflash.serve.server import bound, run  # noqa: PLC0415
 
-    reporter = _JSONReporter(quiet=quiet is True) if log_format == "json" else Reporter(quiet=quiet is True)
+    reporter = (_JSONReporter if log_format == "json" else Reporter)(quiet=quiet)
     logging.basicConfig(level=logging.WARNING, handlers=[_Handler(reporter)])
     sampling = params.sampling(options, None)
     check_max_tokens(n_predict, least=1)
@@ -222,10 +222,7 @@ def _opener(
     def open_(progress: Callable[[float], None]) -> KVFlash:
         kv = KVFlash.from_file(path, progress=progress, **options)
         try:
-            for warning in dict.fromkeys(w for s in kv.sequences for w in s.warnings):
-                reporter.warn(warning)
-            for line in banner(kv):
-                reporter.note(line)
+            reporter.opened(kv, *(w for s in kv.sequences for w in s.warnings))
             try:
                 warning = ChatTemplate.of(kv.model, template).warning
             except UsageError as err:
