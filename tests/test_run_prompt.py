@@ -11,7 +11,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support.rewritten import with_template
 
 from pyllama_kvflash.cli import main
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.engine import loading
+from pyllama_kvflash.native import Device, Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
 pytestmark = pytest.mark.native
@@ -142,3 +143,38 @@ def test_words_that_are_not_where_they_belong() -> None:
     res = CliRunner().invoke(main, ["model.gguf", "-p", "x"])
     assert res.exit_code == USAGE
     assert 'model.gguf is not a command: kvflash run model.gguf -p "text"' in res.stderr
+
+
+def test_an_empty_file_beside_a_question_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "none.txt").write_text("\n")
+    res = run(BUNDLED_MODEL, "-f", tmp_path / "none.txt", "-p", "one", "-n", "1")
+    assert res.exit_code == 0
+    assert f"warning: {tmp_path / 'none.txt'} is empty: the prompt is the text of -p alone" in res.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"", "the prompt is empty: give at least one character"),
+        (b"%PDF-1.7\n\xff", "is a PDF: give its text, as pdftotext "),
+    ],
+)
+def test_what_cannot_be_a_prompt_is_refused_before_the_model_is_loaded(tmp_path: Path, text: bytes, says: str) -> None:
+    (tmp_path / "prompt").write_bytes(text)
+    res = run(BUNDLED_MODEL, "-f", tmp_path / "prompt")
+    assert res.exit_code == 2
+    (line,) = res.stderr.splitlines()
+    assert says in line
+
+
+def test_options_of_llama_cpp_that_do_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "devices", lambda: [Device("CPU", "", gpu=False, free=1 << 40, total=1 << 40)])
+    monkeypatch.setattr(loading, "cores", lambda: 2)
+    res = run(BUNDLED_MODEL, "-p", "one", "-n", "1", "-ngl", "99", "-t", "3", "--jinja")
+    assert res.exit_code == 0
+    assert "-ngl/--n-gpu-layers 99 does nothing: there is no GPU" in res.stderr
+    assert "-t/--threads is 3, and this process may use 2: " in res.stderr
+    for option in (("--mlock",), ("-dev", "CUDA0"), ("--device", "CUDA0")):
+        res = run(BUNDLED_MODEL, "-p", "one", *option)
+        assert res.exit_code == 2
+        assert f"{option[0]} is not an option here: " in res.stderr

@@ -16,6 +16,8 @@ from pyllama_kvflash.policy.sizing import (
     AUTO_FULL,
     BATCH,
     CELLS,
+    HOST_CAP,
+    HOST_FULL,
     LEAST_PANES,
     RESERVE,
     SPARE_BLOCKS,
@@ -393,18 +395,22 @@ def test_auto(free: int, n_ctx: int, n_pool: int | None) -> None:
     assert size.warnings == ()
 
 
-@pytest.mark.parametrize("n_ctx", [2048, AUTO_CAP, AUTO_FULL + 1, 1 << 20])
-def test_auto_on_the_host_is_the_full_cache_where_it_fits(n_ctx: int) -> None:
-    """A pool's records are in the same memory, so a pool takes more. Snapshots need one."""
-    for free, full in ((RESERVE + n_ctx * KIB, True), (RESERVE + n_ctx * KIB - 1, False)):
+@pytest.mark.parametrize("n_ctx", [2048, HOST_CAP, AUTO_FULL + 1, 1 << 20, (1 << 20) + 1])
+def test_auto_on_the_host_is_the_full_cache_where_it_is_small(n_ctx: int) -> None:
+    """A larger one would be taken at once, where a pool's records grow with the text. Snapshots need a pool."""
+    small = n_ctx * KIB <= HOST_FULL
+    for free, full in ((RESERVE + n_ctx * KIB, small), (RESERVE + n_ctx * KIB - 1, False)):
         memory = [DeviceMemory("CPU", free, KIB, host=True)]
         size = resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory)
         assert (size.n_pool is None) == full
-        assert ("`pool` 4096" in size.notes[0]) == (full and n_ctx > AUTO_CAP)
+        assert ("`pool` 4096" in size.notes[0]) == (full and n_ctx > HOST_CAP)
+        assert size.n_pool is None or size.n_pool <= HOST_CAP
+        assert ("of RAM at once; a pool takes what a text needs" in size.notes[0]) == (
+            free == RESERVE + n_ctx * KIB and not small
+        )
         kept = resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory, keep=True)
         assert kept.n_pool is not None
-        said = "MiB of RAM; a prefix cache and snapshots need a pool, so one is taken, and takes more RAM than that"
-        assert (said in kept.notes[0]) == full
+        assert ("MiB of RAM; a prefix cache and snapshots need a pool, so one is taken" in kept.notes[0]) == full
     spread = [DeviceMemory("CPU", PLENTY, KIB, host=True), DeviceMemory("GPU", PLENTY, KIB)]
     assert (resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=spread).n_pool is None) == (n_ctx <= AUTO_FULL)
 
@@ -540,9 +546,9 @@ def test_panes_that_are_asked_for(request_: int, pool: int | str, free: int) -> 
         ("auto", [(PLENTY, False)], N_LAYER),
         ("auto", [(RESERVE - 1, False)], LEAST_PANES),
         ("auto", [(0, False)], LEAST_PANES),
-        ("auto", [(ENOUGH, True)], LEAST_PANES),  # on the host, the records take as much
+        ("auto", [(ENOUGH, True)], LEAST_PANES),  # on the host alone, the records are all rows already
         ("auto", [(WITH_RECORDS - 2, True)], LEAST_PANES),
-        ("auto", [(WITH_RECORDS, True)], N_LAYER),
+        ("auto", [(WITH_RECORDS, True)], LEAST_PANES),
         ("auto", [(ENOUGH, False), (WITH_RECORDS, True)], N_LAYER),
         ("auto", [(PLENTY, False), (ENOUGH, True)], LEAST_PANES),  # each device must hold its own
         ("auto", [(ENOUGH - 2, False), (PLENTY, False)], LEAST_PANES),

@@ -18,7 +18,7 @@ from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.native import CACHE_TYPES, Sampling, json_grammar
 from pyllama_kvflash.options import FLASH_ATTN, MODES, PREFILL, SPEC_KINDS, Spec
 from pyllama_kvflash.policy.coarse import CHOICES
-from pyllama_kvflash.policy.sizing import AUTO_CAP, AUTO_FULL
+from pyllama_kvflash.policy.sizing import AUTO_CAP, AUTO_FULL, HOST_CAP
 
 
 def env(name: str) -> str:
@@ -112,16 +112,17 @@ def gone(*names: str) -> list[Callable[[Any], Any]]:
 def _gone(name: str) -> Callable[[Any], Any]:
     says = removed.option(name)
 
-    def refuse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
-        if value is not None:
+    def refuse(_ctx: click.Context, _param: click.Parameter, value: Any) -> None:
+        if value is not None and value is not False:
             raise UsageError(says)
 
     own = name.strip("-").removeprefix("kvflash-").replace("-", "_")
     had = name.startswith(("--kvflash-", "--qk-", "--scorer-", "--draft-", "--spec-"))
     variable = f"KVFLASH_{own.upper()}" if had else None
     return click.option(
-        name, f"gone_{own}", hidden=True, expose_value=False, envvar=variable, callback=refuse, help=says
-    )
+        name, f"gone_{own}", hidden=True, expose_value=False, envvar=variable, callback=refuse, help=says,
+        is_flag=name == "--mlock", default=None,
+    )  # fmt: skip
 
 
 def _mode(ctx: click.Context, _param: click.Parameter, value: str) -> str:
@@ -198,7 +199,8 @@ POOL = options(
     click.option("--kvflash", "pool", metavar="N|auto|off", type=TokenCount("auto", "off"), default="auto",
                  show_default=True, envvar="KVFLASH_POOL",
                  help="Pool size in tokens; off: the full cache; auto: the full cache where it fits, on a GPU up to"
-                 f" {AUTO_FULL:,} tokens, else half of the free device memory, at most {AUTO_CAP:,} tokens (--set auto_cap)."),
+                 f" {AUTO_FULL:,} tokens, without one up to 1 GiB, else half of the free device memory, at most {AUTO_CAP:,} tokens,"
+                 f" without a GPU {HOST_CAP:,} (--set auto_cap)."),
     click.option("--kvflash-prefill", "prefill", type=click.Choice(PREFILL), default="exact", show_default=True,
                  envvar="KVFLASH_PREFILL",
                  help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
@@ -239,6 +241,8 @@ POOL = options(
     settings.OPTION,
     *gone(*removed.OPTIONS, *(name for name in removed.MOVED if name.startswith(("--kvflash-", "--pin-", "--scorer-")))),
     *gone("--draft-scorer", "--draft-pool", *removed.SET),
+    *gone(*removed.NEEDLESS),
+    click.option("--jinja", is_flag=True, hidden=True, expose_value=False, help="llama.cpp's; templates are always rendered so."),
 )  # fmt: skip
 
 SPEC = options(

@@ -35,12 +35,15 @@ PROMPT = params.options(
 class Prompt:
     """A prompt, and how the model is given it."""
 
-    def __init__(self, options: dict[str, Any], *, appends: bool) -> None:
-        """Take the values of PROMPT out of options, and read the files. Raises UsageError.
+    def __init__(self, options: dict[str, Any], reporter: Reporter, *, appends: bool) -> None:
+        """Take the values of PROMPT out of options, and read the files; empty ones are a warning. Raises UsageError.
 
         appends: the prompt comes after a text that was saved: as its next turn, if that is a conversation.
         """
-        self._text = _read(options.pop("prompt"), options.pop("prompt_files"))
+        self._text = _read(options.pop("prompt"), options.pop("prompt_files"), reporter)
+        if not self._text and not appends:
+            msg = "the prompt is empty: give at least one character"
+            raise UsageError(msg)
         self._system, self._conversation = options.pop("system"), options.pop("conversation")
         check_given(self._system, "-sys/--system-prompt")
         self._appends = appends
@@ -96,7 +99,7 @@ class Prompt:
         return "a model that was trained for chat wants its template: -cnv"
 
 
-def _read(prompt: str | None, files: tuple[str, ...]) -> str:
+def _read(prompt: str | None, files: tuple[str, ...], reporter: Reporter) -> str:
     """Return the texts of the files and the prompt, in this order, with an empty line between two."""
     check_given(prompt, "-p/--prompt")
     if files.count("-") > 1:
@@ -108,4 +111,6 @@ def _read(prompt: str | None, files: tuple[str, ...]) -> str:
             raise UsageError(msg)
         files = ("-",)
     texts = [read_text(file, "prompt").removesuffix("\n") for file in files]
+    for file in (file for file, text in zip(files, texts, strict=True) if not text.strip() and prompt):
+        reporter.warn(f"{'stdin' if file == '-' else file} is empty: the prompt is the text of -p alone")
     return "\n\n".join([*texts, *([] if prompt is None else [prompt])])

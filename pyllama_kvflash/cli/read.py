@@ -20,6 +20,9 @@ def read_text(file: str, what: str = "text") -> str:
     except OSError as err:
         msg = f"the {what} file {name} cannot be read: {err.strerror}"
         raise UsageError(msg) from None
+    if data[:5] == b"%PDF-":
+        msg = f"the {what} in {name} is a PDF: give its text, as pdftotext {name} text.txt makes it"
+        raise UsageError(msg)
     return decoded(data, f"the {what} in {name}")
 
 

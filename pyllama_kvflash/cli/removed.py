@@ -44,6 +44,13 @@ SET = {
 }
 """Options of llama.cpp that only `--set` has here, and which would be read as others: -s m and -m g."""
 
+NEEDLESS = {
+    "--mlock": "a model's file is mapped, and stays in memory while it is used; leave it out",
+    "-dev": "set CUDA_VISIBLE_DEVICES=0,1 in the environment, or give --set split_mode=none --set main_gpu=N for one GPU",
+    "--device": "set CUDA_VISIBLE_DEVICES=0,1 in the environment, or give --set split_mode=none --set main_gpu=N for one GPU",
+}
+"""Options of llama.cpp that nobody needs here, each with why."""
+
 VARIABLES = {
     **{
         f"KVFLASH_{name}": f"LLAMA_ARG_{name}"
@@ -70,6 +77,8 @@ VARIABLES = {
 
 def option(name: str) -> str:
     """Return the sentence for an option."""
+    if name in NEEDLESS:
+        return f"{name} is not an option here: {NEEDLESS[name]}"
     if name in SET:
         return f"{name} is not an option here: give {SET[name]}"
     if name in MOVED:

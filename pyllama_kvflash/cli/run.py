@@ -122,7 +122,7 @@ def run(
     options = params.resolve(options)
     reporter = Reporter(quiet=quiet)
     warm = Warm(options, reporter, cache_size)
-    prompt = Prompt(options, appends=warm.appends)
+    prompt = Prompt(options, reporter, appends=warm.appends)
     path = model_path(model_arg, model, reporter)
     if quiet is False:
         native.show_log()

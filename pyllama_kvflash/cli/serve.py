@@ -87,8 +87,8 @@ SERVER = params.options(
                  " bodies of requests."),
     click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
-                 help="Folder that keeps prompts that were read. It needs a pool, which without a GPU takes more RAM than the full"
-                 " cache; off: none.  [default: ~/.cache/kvflash/prefix, off with --kvflash off, and without a GPU and --kvflash]"),
+                 help="Folder that keeps prompts that were read. It needs a pool; off: none.  [default: ~/.cache/kvflash/prefix, off"
+                 " with --kvflash off]"),
     click.option("--prefix-cache-size", metavar="SIZE", type=kinds.ByteSize(), default=CACHE_SIZE, show_default=True,
                  envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
     click.option("--cache-min", type=kinds.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
@@ -142,9 +142,9 @@ def serve(
     options["spec"] = params.spec(options)
     options = params.resolve(options)
     full = options.get("pool") == "off"
-    if prefix_cache is None and (full or _wants_full_cache(options)):
+    if prefix_cache is None and full:
         prefix_cache = "off"
-        reporter.note(_FULL_CACHE if full else _NO_PREFIX_CACHE)
+        reporter.note(_FULL_CACHE)
     cache = _prefix_cache(prefix_cache, prefix_cache_size)
     options["snapshots"] = cache is not None
     path = model_path(model_arg, model, reporter)
@@ -242,19 +242,7 @@ def read_template(name: str | None) -> str | None:
     return None if name is None else read_text(name, "chat template")
 
 
-_NO_PREFIX_CACHE = (
-    "prompts are kept in memory only: without a GPU the pool that a prefix cache needs takes more RAM than the full cache;"
-    " --prefix-cache FOLDER keeps them over a restart"
-)
-
-
 _FULL_CACHE = "prompts are kept in memory only: a prefix cache keeps the chunks of a pool, and --kvflash is off"
-
-
-def _wants_full_cache(options: dict[str, Any]) -> bool:
-    """Return whether the server takes the full cache, unless a prefix cache needs a pool: by default, without a GPU."""
-    asked = options.get("pool", "auto") != "auto" or options.get("auto_cap") is not None
-    return not asked and not any(device.gpu for device in native.devices())
 
 
 def _prefix_cache(folder: str | None, limit: int) -> PrefixCache | None:

@@ -18,7 +18,7 @@ from pyllama_kvflash.engine.speculation import DraftModel, Drafts
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes, why_unloadable
-from pyllama_kvflash.options import Options
+from pyllama_kvflash.options import Options, cores
 from pyllama_kvflash.policy import Geometry, Scorer
 from pyllama_kvflash.policy.coarse import FORMS
 from pyllama_kvflash.policy.experts import Placement
@@ -245,7 +245,7 @@ def _opened(
         plan.n_batch,
         seen.geometry.token_bytes(row_bytes, *types) * n_cells,
         placed.notes + size.notes + ground.notes,
-        placed.warnings + ground.warnings + size.warnings + untrained(model, options.n_ctx),
+        placed.warnings + ground.warnings + size.warnings + untrained(model, options.n_ctx) + _idle(options),
         shared,
         ground.exact,
         tuple(sequences),
@@ -293,6 +293,18 @@ def untrained(model: Model, n_ctx: int) -> tuple[str, ...]:
         return ()
     trained = f"a context of {n_ctx:,} tokens is longer than the {model.n_ctx_train:,} the model was trained on"
     return (f"{trained}: text beyond that may come out wrong",)
+
+
+def _idle(options: Options) -> tuple[str, ...]:
+    """Return warnings of options that do nothing on this machine."""
+    res, n = [], cores()
+    if options.n_gpu_layers > 0 and not any(device.gpu for device in devices()):
+        res.append(f"`n_gpu_layers` {options.n_gpu_layers} does nothing: there is no GPU, or this build cannot use it")
+    if (options.n_threads or 0) > n:
+        res.append(
+            f"`n_threads` is {options.n_threads}, and this process may use {n}: more threads wait for each other"
+        )
+    return tuple(res)
 
 
 def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | None:

@@ -8,6 +8,8 @@ from pyllama_kvflash.policy.fresh import Heads
 CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
 AUTO_CAP = 16_384  # tokens; a larger pool costs decode speed and gains little
 AUTO_FULL = 32_768  # tokens; with a pool and codes of 4 bits a GPU decodes 1.3 times as fast as with the full f16 cache at 64K, 1.8 times at 128K
+HOST_CAP = 4096  # tokens of an automatic pool without a GPU: a core computes what it attends to
+HOST_FULL = 1 << 30  # bytes of a full cache that is taken at once without a GPU; a pool's records grow with the text
 RESERVE = 512 << 20  # bytes left to the computation and to other programs
 BATCH = 2048  # tokens; llama.cpp's own default, a larger batch gains nothing
 LEAST_PANES = 2  # a layer's rows, and those of the next one on their way
@@ -152,15 +154,21 @@ def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -
 def full_cache(memory: Sequence[DeviceMemory], n_ctx: int) -> tuple[bool, str]:
     """Return whether `auto` takes the full cache rather than a pool, and a note that says so; "" if it does not fit.
 
-    It does where the full cache fits beside the reserve: on the host always, since a pool's records are there, too, so that both
-    take more than the full cache; on a GPU up to AUTO_FULL tokens, beyond which a pool decodes much faster.
+    It does where the full cache fits beside the reserve: on the host up to HOST_FULL, on a GPU up to AUTO_FULL tokens. Beyond these
+    a pool decodes much faster, and on the host it takes only what the text needs.
     """
     if not all(d.token_bytes * n_ctx <= d.free - RESERVE for d in memory):
         return False, ""
-    size = f"{sum(d.token_bytes for d in memory) * n_ctx / 2**20:,.0f} MiB"
+    n_bytes = sum(d.token_bytes for d in memory) * n_ctx
+    size = f"{n_bytes / 2**20:,.0f} MiB"
     if all(d.host for d in memory):
-        faster = "" if n_ctx <= AUTO_CAP else "; a pool (`pool` 4096, say) decodes faster and takes more RAM"
-        return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size} of RAM{faster}"
+        if n_bytes <= HOST_FULL:
+            faster = "" if n_ctx <= HOST_CAP else f"; a pool (`pool` {HOST_CAP}, say) decodes faster"
+            return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size} of RAM{faster}"
+        return (
+            False,
+            f"auto: the full cache of {n_ctx:,} tokens would take {size} of RAM at once; a pool takes what a text needs, and decodes faster",
+        )
     if n_ctx <= AUTO_FULL:
         return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size}"
     return False, (
@@ -182,7 +190,7 @@ def resolve_pool(
 
     floor: the fewest cells that it may have.
     memory: the devices that hold it, for "auto".
-    cap: the most tokens of an automatic pool, which it asks for; None: AUTO_CAP, and the full cache where it fits.
+    cap: the most tokens of an automatic pool, which it asks for; None: AUTO_CAP, HOST_CAP on the host, and the full cache where it fits.
     keep: make a pool even if it covers the context, but no larger than that.
     """
     if request == "off":
@@ -194,11 +202,10 @@ def resolve_pool(
         if full and not keep:
             return PoolSize(None, (note,))
         if full:
-            more = ", and takes more RAM than that with its records" if all(d.host for d in memory) else ""
-            note = f"{note.partition(';')[0]}; a prefix cache and snapshots need a pool, so one is taken{more}"
+            note = f"{note.partition(';')[0]}; a prefix cache and snapshots need a pool, so one is taken"
         if note:
             notes.append(note)
-        wanted, note = auto_pool(memory, n_ctx, cap or AUTO_CAP)
+        wanted, note = auto_pool(memory, n_ctx, cap or (HOST_CAP if all(d.host for d in memory) else AUTO_CAP))
         notes.append(note)
     else:
         wanted = int(request)
@@ -242,14 +249,15 @@ def n_panes(
     """Return the layers whose rows an exact pass keeps on a device: the request, if it is not 0.
 
     If the pool is automatic, so many that they, its n_pool tokens, codes and its buffers take no more than the full cache, where they
-    fit half of (free - reserve - codes) on each device, on the host with the records. All of them, so that nothing is streamed,
+    fit half of (free - reserve - codes) on each device. All of them, so that nothing is streamed,
     if each few tokens are checked (`lossless`) and they fit so, or fit the host and no device has KV: the host has the rows
     anyway. Where not all fit, checks still gain by each that need not be streamed, so they get as many as fit. RPC servers get as many,
     whatever the pool: each batch would have the whole text go through the network. Otherwise 2: while a prompt is read, the copies
     cost no time.
     """
     remote = any(d.remote for d in memory)
-    if request or not (pool == "auto" or remote or (lossless and all(d.host for d in memory))):
+    on_host = bool(memory) and all(d.host for d in memory)
+    if request or not ((pool == "auto" and not on_host) or remote or (lossless and on_host)):
         return request or LEAST_PANES
     lossless = lossless or remote
     shares = (d.half / (d.token_bytes * n_ctx * (2 if d.host else 1)) for d in memory)
