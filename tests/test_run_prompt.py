@@ -10,7 +10,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.rewritten import with_template
 
-from pyllama_kvflash.cli import main
+from pyllama_kvflash.cli import main, warm
 from pyllama_kvflash.engine import loading
 from pyllama_kvflash.native import Device, Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
@@ -178,3 +178,32 @@ def test_options_of_llama_cpp_that_do_nothing_here(monkeypatch: pytest.MonkeyPat
         res = run(BUNDLED_MODEL, "-p", "one", *option)
         assert res.exit_code == 2
         assert f"{option[0]} is not an option here: " in res.stderr
+
+
+def test_a_text_that_took_long_to_read_is_kept(document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another question about it begins where it ends; unless that is turned off, or there is no pool."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    book, needles = tmp_path / "book.txt", document.needles
+    book.write_text(document.text + "\n" * 2)
+    kept = f"kept in {tmp_path / 'kvflash' / 'prefix'}: "
+
+    def ask(i: int, *more: str) -> Result:
+        res = run(BUNDLED_MODEL, "-f", book, "-p", needles[i].question, *SMALL, "-n", "5", *more)
+        assert (res.exit_code, res.stdout.strip()) == (0, f"{needles[i].answer}."), res.output
+        return res
+
+    assert kept not in ask(0).stderr, "it is short"
+    monkeypatch.setattr(warm, "_LONG", 1000)
+    monkeypatch.setattr(warm, "_WORTH", 500)
+    assert kept not in ask(0).stderr, "it is soon read"
+    monkeypatch.setattr(warm, "_SLOW", 0.0)
+    for off in (("--prefix-cache", "off"), ("--kvflash", "off")):
+        assert kept not in ask(0, *off).stderr
+    assert not list((tmp_path / "kvflash").rglob("*.kvsnap"))
+    assert kept in ask(0).stderr
+    res = ask(1)
+    assert n_read(res) < 150
+    assert "from the prefix cache" in res.stderr
+    (tmp_path / "kvflash" / "prefix").rename(tmp_path / "moved")
+    (tmp_path / "kvflash" / "prefix").touch()
+    assert "what is read is not kept (--prefix-cache DIR or off)" in ask(2).stderr

@@ -40,8 +40,8 @@ class Prompt:
 
         appends: the prompt comes after a text that was saved: as its next turn, if that is a conversation.
         """
-        self._text = _read(options.pop("prompt"), options.pop("prompt_files"), reporter)
-        if not self._text and not appends:
+        self.text = _read(options.pop("prompt"), options.pop("prompt_files"), reporter)
+        if not self.text and not appends:
             msg = "the prompt is empty: give at least one character"
             raise UsageError(msg)
         self._system, self._conversation = options.pop("system"), options.pop("conversation")
@@ -56,7 +56,7 @@ class Prompt:
         Raises UsageError if a template cannot be used.
         """
         if self._conversation or (
-            self._conversation is None and self._text and kv.model.meta("tokenizer.chat_template")
+            self._conversation is None and self.text and kv.model.meta("tokenizer.chat_template")
         ):
             from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
 
@@ -68,19 +68,19 @@ class Prompt:
         if self._system is not None:
             msg = "-sys is given, and the prompt is completed as it is, without a chat template: put it into the prompt, or add -cnv"
             raise UsageError(msg)
-        return kv.tokenize(self._text, add_special=not self._appends) if self._text else np.zeros(0, np.int32)
+        return kv.tokenize(self.text, add_special=not self._appends) if self.text else np.zeros(0, np.int32)
 
     def _message(self, kv: KVFlash, template: "ChatTemplate", reporter: Reporter) -> Tokens:
         self._uses(template, reporter, "the prompt is a message in the model's chat template", reporter.detail)
         system = [{"role": "system", "content": self._system}] if self._system is not None else []
-        return template.tokens(kv.model, [*system, {"role": "user", "content": self._text}])
+        return template.tokens(kv.model, [*system, {"role": "user", "content": self.text}])
 
     def _next_turn(self, kv: KVFlash, template: "ChatTemplate", reporter: Reporter) -> Tokens:
         if self._system is not None:
             msg = "-sys is given, and the saved conversation has begun already: leave it out, or put it into the prompt"
             raise UsageError(msg)
         self._uses(template, reporter, "the prompt is the next turn of the saved conversation", reporter.note)
-        text = template.next_turn({"role": "user", "content": self._text})
+        text = template.next_turn({"role": "user", "content": self.text})
         return kv.tokenize(text, add_special=False, parse_special=True)
 
     def _uses(self, template: "ChatTemplate", reporter: Reporter, how: str, say: Callable[[str], None]) -> None:

@@ -123,6 +123,7 @@ def run(
     reporter = Reporter(quiet=quiet)
     warm = Warm(options, reporter, cache_size)
     prompt = Prompt(options, reporter, appends=warm.appends)
+    warm.expect(prompt.text, options)
     path = model_path(model_arg, model, reporter)
     if quiet is False:
         native.show_log()
@@ -147,7 +148,7 @@ def run(
             if writer:
                 writer.close()
             try:
-                warm.end(kv)
+                warm.end(kv, done.stats.prefill_s)
             except SnapshotError as err:
                 errors.append(err)
     reporter.answered(done.stats, done.reason)

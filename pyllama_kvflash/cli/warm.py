@@ -8,16 +8,19 @@ from typing import Any
 
 import click
 
+from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.report import Reporter
-from pyllama_kvflash.cli.roles import Manages, ReadsSnapshot, Replaces
+from pyllama_kvflash.cli.roles import Manages, ReadsSnapshot, Replaces, manages
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import SnapshotError, UsageError, counted
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
 _WORTH = 1024  # newly read tokens that are worth a file in the cache
+_LONG = 32 << 10  # characters of a prompt that may take long to read
+_SLOW = 10.0  # seconds of reading that are worth a file which nobody asked for
 
 
 def default_folder() -> Path:
@@ -35,10 +38,10 @@ SNAPSHOT = params.options(
     click.option("--append", is_flag=True,
                  help="With --restore: the prompt comes after the saved text, instead of beginning with it: as the next turn, if that"
                  " is a conversation."),
-    click.option("--prefix-cache", "prefix_cache", metavar="DIR", type=Manages(), default=None,
+    click.option("--prefix-cache", "prefix_cache", metavar="DIR|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps what was read, 20 GiB at most (--set cache.size); a run begins with the longest"
-                 " prefix of its prompt that is there."),
+                 " prefix of its prompt that is there. off: none.  [default: ~/.cache/kvflash/prefix, for what took 10 s to read]"),
     *params.gone("--prefix-cache-size"),
 )  # fmt: skip
 
@@ -60,12 +63,31 @@ class Warm:
             msg = "--append says where the prompt goes after --restore FILE: give both, or neither"
             raise UsageError(msg)
         folder = given["prefix_cache"]
-        self._cache = PrefixCache(folder, cache_size) if folder is not None else None
+        self._cache = PrefixCache(folder, cache_size) if folder not in {None, "off"} else None
+        self._unasked = folder is None and not self._source and not self._target and options.get("pool") != "off"
+        self._cache_size = cache_size
         if self._cache or self._source or self._target:
             options["snapshots"] = True
         if self._target and not Path(self._target).absolute().parent.is_dir():
             msg = f"--save-snapshot {self._target}: there is no folder {Path(self._target).parent}"
             raise UsageError(msg)
+
+    def expect(self, prompt: str, options: dict[str, Any]) -> None:
+        """Have a long prompt begin with what an earlier run has read of it, and be kept in turn, though nobody asked for it; without a GPU
+        a pool is kept for that, which takes less RAM than the full cache until the text fills its context. Raises UsageError.
+        """
+        self._unasked = self._unasked and len(prompt) >= _LONG
+        if not self._unasked:
+            return
+        manages("--prefix-cache", default_folder())
+        try:
+            self._cache = PrefixCache(default_folder(), self._cache_size)
+        except UsageError as err:
+            self._unasked = False
+            self._reporter.warn(f"{err}; what is read is not kept (--prefix-cache DIR or off)")
+            return
+        if not any(device.gpu for device in native.devices()):
+            options["snapshots"] = True
 
     @property
     def appends(self) -> bool:
@@ -89,7 +111,7 @@ class Warm:
                 self._n = kv.restore(self._source, tokens)
             except SnapshotError as err:
                 self._reporter.warn(f"{err}; the whole prompt is read")
-        elif self._cache:
+        elif self._cache and kv.n_pool is not None:
             self._n = self._cache.restore(kv, tokens)
         if not self._n:
             return tokens, False
@@ -102,9 +124,9 @@ class Warm:
             f"restored {counted(self._n, 'token')} in {took:.2f} s from {self._source or 'the prefix cache'}"
         )
 
-    def end(self, kv: KVFlash) -> None:
-        """Save what was asked for. Raises SnapshotError if --save-snapshot fails; a failure of the prefix cache is a
-        warning.
+    def end(self, kv: KVFlash, seconds: float) -> None:
+        """Save what was asked for, and a text that took long to read. Raises SnapshotError if --save-snapshot fails; a failure of the
+        prefix cache is a warning. seconds: that the prompt took.
         """
         if self._target and kv.n_tokens:
             start = time.perf_counter()
@@ -112,8 +134,18 @@ class Warm:
                 size = kv.save(self._target, on_record=lambda i, n: bar(i / n))
             took = time.perf_counter() - start
             self._reporter.note(f"saved {counted(kv.n_tokens, 'token')} to {self._target}: {mib(size)} in {took:.2f} s")
-        if self._cache and kv.n_tokens - self._n >= _WORTH:
+        if (
+            self._cache
+            and kv.n_pool is not None
+            and kv.n_tokens - self._n >= _WORTH
+            and not (self._unasked and seconds < _SLOW)
+        ):
             try:
-                self._cache.save(kv)
+                kept = self._cache.save(kv)
             except SnapshotError as err:
                 self._reporter.warn(f"the prefix cache was not added to: {err}")
+                return
+            if kept and self._unasked:
+                self._reporter.note(
+                    f"kept in {self._cache.folder}: another question about this text begins where it ends (--prefix-cache off: never)"
+                )
