@@ -223,7 +223,8 @@ def test_text_names_each_way_and_marks_the_one_to_take() -> None:
         "full, q8_0 in RAM",
         " bits, lossless",
         "no: GPU",
-        "KLD 0.0027",
+        "as good as q8_0",
+        "avoid",
     )
     assert [word for word in words if word not in " ".join(out.split())] == []
     assert len(re.findall(r"^> pool \d+K", out, re.MULTILINE)) == 1
@@ -314,7 +315,9 @@ def test_each_way_says_how_far_its_answers_are() -> None:
     }
     for key, kld in ((("f16", "f16", None), "f16"), (("q8_0", "q8_0", None), "q8_0"), (("RAM", "q8_0", None), "q8_0")):
         assert says[key]["kld"] == expected.FULL_KLD[kld]
-    assert says["pool", "f16", "lossless"]["answers"] == "exact"
+    assert says["pool", "f16", "lossless"]["answers"] == "the full cache's"
+    assert says["q8_0", "q8_0", None]["answers"] == "as good as q8_0"
+    assert says["q4_0", "q4_0", None]["answers"] == "broken"
     assert says["pool", "q8_0", "lossless"]["kld"] == expected.FULL_KLD["q8_0"], "lossless beside a cache in q8_0"
     pool = says["pool", "f16", None]
     assert (pool["kld"] is None) == ("not measured" in pool["answers"])
