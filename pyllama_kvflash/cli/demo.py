@@ -1,10 +1,6 @@
 """`kvflash demo`: the project on one screen."""
 
 import json
-import os
-from contextlib import suppress
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import click
@@ -51,8 +47,7 @@ that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answ
     metavar="FILE",
     type=Prints(),
     default=None,
-    help="Where to write the text, with the first question at its end.  [default: needle-prompt.txt, or needle-prompt-2.txt"
-    " and so on where that is another text]",
+    help="Keep the text in this file, with the first question at its end.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")  # fmt: skip
 def demo(
@@ -67,11 +62,10 @@ def demo(
     with native.interruptible():
         with KVFlash.from_file(BUNDLED_MODEL, pool=pool, **options) as kv:
             prompt = _make(kv, tokens, needles, seed)
-            text = prompt.text + prompt.needles[0].question + "\n"
-            output = output or _free_name(text)
-            with Output(output) as out:
-                out.write(text)
-            reporter.note(f"wrote {output}: {prompt.n_tokens:,} tokens, {needles} codes, one question")
+            if output:
+                with Output(output) as out:
+                    out.write(prompt.text + prompt.needles[0].question + "\n")
+                reporter.note(f"wrote {output}: {prompt.n_tokens:,} tokens, {needles} codes, one question")
             at = [start for start, _ in positions(kv, prompt)]
             recalled = _run(kv, prompt, reporter)
         if not as_json:
@@ -86,19 +80,8 @@ def demo(
         click.echo(json.dumps(_as_dict(prompt, runs)))
         return
     _print(prompt, at, runs)
-    click.echo(f"\nTry it:  kvflash run -f {output} --kvflash {pool} -n 8 --temp 0")
-
-
-def _free_name(text: str) -> str:
-    """Return the first name that no file has, or one with this text: another file is not replaced unasked."""
-    names = ("needle-prompt.txt" if n == 1 else f"needle-prompt-{n}.txt" for n in count(1))
-    return next(name for name in names if not os.path.lexists(name) or _has(Path(name), text.encode()))
-
-
-def _has(path: Path, data: bytes) -> bool:
-    with suppress(OSError):
-        return path.is_file() and path.read_bytes() == data
-    return False
+    hint = "" if output else "kvflash demo -o codes.txt  keeps the text, then  "
+    click.echo(f"\nTry it:  {hint}kvflash run -f {output or 'codes.txt'} --kvflash {pool} -n 8 --temp 0")
 
 
 def _make(kv: KVFlash, tokens: int, needles: int, seed: int) -> NeedlePrompt:
@@ -141,8 +124,11 @@ def _print(prompt: NeedlePrompt, at: list[int], runs: list[Answers]) -> None:
     table.add_section()
     found = [sum(run.found(prompt.needles)) for run in runs]
     table.add_row("found", "", *(f"{n} of {len(prompt.needles)}" for n in found))
-    table.add_row("device KV", "", *(mib(run.stats.device_kv_bytes) for run in runs))
-    table.add_row("host records", "", *(mib(run.stats.host_bytes) for run in runs))
+    if any(run.stats.gpu_bytes for run in runs):
+        table.add_row("KV on the GPU", "", *(mib(run.stats.device_kv_bytes) for run in runs))
+        table.add_row("records in RAM", "", *(mib(run.stats.host_bytes) for run in runs))
+    else:
+        table.add_row("KV in RAM", "", *(mib(run.stats.device_kv_bytes + run.stats.host_bytes) for run in runs))
     table.add_row("prefill", "", *(f"{run.stats.prefill_rate:,.0f} tok/s" for run in runs))
     table.add_row("decode", "", *(f"{run.stats.decode_rate:,.0f} tok/s" for run in runs))
     Console(highlight=False).print(table)

@@ -245,7 +245,11 @@ def _opened(
         plan.n_batch,
         seen.geometry.token_bytes(row_bytes, *types) * n_cells,
         placed.notes + size.notes + ground.notes,
-        placed.warnings + ground.warnings + size.warnings + untrained(model, options.n_ctx) + _idle(options),
+        placed.warnings
+        + ground.warnings
+        + size.warnings
+        + untrained(model, options.n_ctx)
+        + _idle(options, size.n_pool),
         shared,
         ground.exact,
         tuple(sequences),
@@ -295,9 +299,11 @@ def untrained(model: Model, n_ctx: int) -> tuple[str, ...]:
     return (f"{trained}: text beyond that may come out wrong",)
 
 
-def _idle(options: Options) -> tuple[str, ...]:
-    """Return warnings of options that do nothing on this machine."""
+def _idle(options: Options, n_pool: int | None) -> tuple[str, ...]:
+    """Return warnings of options that do nothing on this machine, or without a pool."""
     res, n = [], cores()
+    if options.meter_share and n_pool is None and options.pool != "off":
+        res.append("there is no pool, so the meter has nothing to compare: every token is the full cache's")
     if options.n_gpu_layers > 0 and not any(device.gpu for device in devices()):
         res.append(f"`n_gpu_layers` {options.n_gpu_layers} does nothing: there is no GPU, or this build cannot use it")
     if (options.n_threads or 0) > n:
