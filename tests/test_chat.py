@@ -437,3 +437,17 @@ def test_a_terminal() -> None:
         assert terminal.process.wait(20) == 0
     finally:
         terminal.close()
+
+
+def test_the_seed_of_an_answer_is_shown(template: str) -> None:
+    """With it the answer comes again."""
+    seeds = [
+        re.findall(
+            r"^seed +(\S+)",
+            talk("one\n/stats\n", "--temp", temp, "--chat-template-file", template).stderr,
+            re.MULTILINE,
+        )
+        for temp in ("0.8", "0")
+    ]
+    assert seeds[0][0].isdecimal()
+    assert seeds[1] == ["greedy"]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import select
 import sys
 from collections.abc import Callable, Iterator
@@ -284,9 +285,11 @@ class Talk:
         """Read what the context does not have of a conversation, and show the answer as it comes. Return the answer and the
         last event.
         """
-        kv, n = self._kv, self._keep(tokens)
+        kv, n, sampling = self._kv, self._keep(tokens), self._sampling
+        if sampling.seed is None:  # drawn here, so that /stats can show it
+            sampling = replace(sampling, seed=random.getrandbits(31))
         events = kv.generate(
-            tokens[n:], max_tokens=self._n_predict, sampling=self._sampling, stop=self._template.stop, append=True
+            tokens[n:], max_tokens=self._n_predict, sampling=sampling, stop=self._template.stop, append=True
         )
         text = ""
         with self._reporter.prefilling() as bar:
