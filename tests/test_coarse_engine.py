@@ -25,7 +25,7 @@ from support.rounding import relative_rms
 from support.runs import TOKENS, Open, feed, logits_of, read
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.cli.report import closing_details, details, stats_table
+from pyllama_kvflash.cli.figures import closing_details, details, stats_table
 from pyllama_kvflash.errors import AllocationError, HostMemoryError, UsageError
 from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.options import Options

@@ -53,6 +53,8 @@ OURS = {
 """Options of `run` that llama.cpp has no like of: about the pool, drafts, memory and snapshots."""
 SHORT = {"--kvflash-exact"}
 """Names that are short for another option's value. Its help says so."""
+TAKEN = {"--jinja"}
+"""Options of llama.cpp that change nothing."""
 
 
 def test_run_has_few_options() -> None:
@@ -80,13 +82,13 @@ def test_help_has_groups(command: str) -> None:
 
 def test_every_removed_option_is_known_to_a_command() -> None:
     hidden = {name for names in COMMANDS for option in options(*names) if option.hidden for name in option.opts}
-    assert hidden - SHORT == {*removed.OPTIONS, *removed.MOVED, *removed.SET}
+    assert hidden - SHORT - TAKEN == {*removed.OPTIONS, *removed.MOVED, *removed.SET, *removed.NEEDLESS}
 
 
 @pytest.mark.parametrize("names", POOLED, ids=" ".join)
 def test_a_removed_option_is_told_by_what_to_do(names: tuple[str, ...]) -> None:
     for option in options(*names):
-        if option.hidden and option.opts[0] not in SHORT:
+        if option.hidden and option.opts[0] not in SHORT | TAKEN:
             sentence = check_error(invoke(*names, option.opts[0], "1"), USAGE)
             assert sentence == f"kvflash: error: {removed.option(option.opts[0])}"
 

@@ -23,7 +23,7 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.control import device_bytes
 from pyllama_kvflash.bench.device import device_kv
 from pyllama_kvflash.bench.grid import Variant
-from pyllama_kvflash.cli.report import closing_details, details, stats_table
+from pyllama_kvflash.cli.figures import closing_details, details, stats_table
 from pyllama_kvflash.engine import memory, placement
 from pyllama_kvflash.engine.loading import probe
 from pyllama_kvflash.engine.planning import needs

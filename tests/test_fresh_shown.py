@@ -16,7 +16,7 @@ from support.runs import BY_SIXTEEN, HOST, TOKENS, Open, check_residency, feed
 
 from pyllama_kvflash import KVFlash, Paged
 from pyllama_kvflash.bench.trace import read_trace
-from pyllama_kvflash.cli.report import closing_details, details, stats_table
+from pyllama_kvflash.cli.figures import closing_details, details, stats_table
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm

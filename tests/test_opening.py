@@ -200,7 +200,7 @@ def test_a_short_answer_is_right_whatever_the_pool_holds() -> None:
 def test_it_is_said(tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("A secret code. " * 300)
-    args = ("run", "-f", str(prompt), "--kvflash", "512", "-c", "2K", "-n", "4", "--temp", "0")
+    args = ("run", "-f", str(prompt), "--kvflash", "512", "-c", "2K", "-n", "4", "--temp", "0", "-v")
     for few in (("--kvflash-policy", "qk"), ("--kvflash-coarse", "2")):
         assert "the first 32 tokens of an answer are lossless" in good(*args, *few).stderr
     assert "of an answer are lossless" not in good(*args).stderr, "keys of 4 bits"

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import POOLED, on_a_terminal
+from support.commands import POOLED, good, on_a_terminal
 from support.oracles import ON_GPU
 
 from pyllama_kvflash import KVFlash
@@ -102,6 +102,21 @@ def test_a_line_fits_a_terminal_of_any_width(long_file: Path, columns: int) -> N
     assert not any("…" in line for line in known)
     assert columns < 200 or any("tok/s" in line for line in known)
     assert any("━" in line for line in lines) == (columns == 200)
+
+
+def test_two_lines_say_what_runs_and_one_what_it_took(long_file: Path) -> None:
+    lines = good("run", str(BUNDLED_MODEL), "-f", str(long_file), *POOLED, "-n", "4").stderr.splitlines()
+    said = [line for line in lines if not line.startswith("kvflash: reading ")]
+    assert len(said) == 3, said
+    assert said[0] == "kvflash: qwen3 6.97M Q8_0, a context of 4,096 tokens"
+    assert said[1].startswith("kvflash: pool of 768 tokens in f16, and all else by 4 bits of keys and values: ")
+    assert " the full cache takes 12 MiB" in said[1]
+    assert re.fullmatch(
+        r"kvflash: read 1,\d+ tokens in [\d.:]+( s)?, wrote 4 at [\d.,]+ tok/s,( GPU [\d.]+ \w+,)? RAM [\d.]+ [MG]iB at its peak"
+        r"(, cut off after as many tokens as asked for \(-n\))?",
+        said[2],
+    ), said[2]
+    assert good("run", str(BUNDLED_MODEL), "-f", str(long_file), *POOLED, "-n", "4", "-q").stderr == ""
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU is soon done")

@@ -405,9 +405,7 @@ def test_auto_on_the_host_is_the_full_cache_where_it_is_small(n_ctx: int) -> Non
         assert (size.n_pool is None) == full
         assert ("`pool` 4096" in size.notes[0]) == (full and n_ctx > HOST_CAP)
         assert size.n_pool is None or size.n_pool <= HOST_CAP
-        assert ("of RAM at once; a pool takes what a text needs" in size.notes[0]) == (
-            free == RESERVE + n_ctx * KIB and not small
-        )
+        assert ("of RAM at once; a pool takes" in size.notes[0]) == (free == RESERVE + n_ctx * KIB and not small)
         kept = resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory, keep=True)
         assert kept.n_pool is not None
         assert ("MiB of RAM; a prefix cache and snapshots need a pool, so one is taken" in kept.notes[0]) == full
@@ -547,7 +545,6 @@ def test_panes_that_are_asked_for(request_: int, pool: int | str, free: int) -> 
         ("auto", [(RESERVE - 1, False)], LEAST_PANES),
         ("auto", [(0, False)], LEAST_PANES),
         ("auto", [(ENOUGH, True)], LEAST_PANES),  # on the host alone, the records are all rows already
-        ("auto", [(WITH_RECORDS - 2, True)], LEAST_PANES),
         ("auto", [(WITH_RECORDS, True)], LEAST_PANES),
         ("auto", [(ENOUGH, False), (WITH_RECORDS, True)], N_LAYER),
         ("auto", [(PLENTY, False), (ENOUGH, True)], LEAST_PANES),  # each device must hold its own

@@ -15,8 +15,9 @@ import click
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.figures import stats_table
 from pyllama_kvflash.cli.read import check_given, piped_lines, read_text
-from pyllama_kvflash.cli.report import Reporter, stats_table
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Reads
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.serve import TEMPLATE, read_template

@@ -12,9 +12,10 @@ import click
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.fetch import located, named_model
+from pyllama_kvflash.cli.figures import stats_table
 from pyllama_kvflash.cli.output import Answer, Output
 from pyllama_kvflash.cli.prompt import PROMPT, Prompt
-from pyllama_kvflash.cli.report import Reporter, stats_table
+from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Prints, reads, reads_scorer_model
 from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
