@@ -185,7 +185,7 @@ def test_a_text_that_took_long_to_read_is_kept(document: Any, tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     book, needles = tmp_path / "book.txt", document.needles
     book.write_text(document.text + "\n" * 2)
-    kept = f"kept in {tmp_path / 'kvflash' / 'prefix'}: "
+    kept = f"what was read is kept in {tmp_path / 'kvflash' / 'prefix'}, "
 
     def ask(i: int, *more: str) -> Result:
         res = run(BUNDLED_MODEL, "-f", book, "-p", needles[i].question, *SMALL, "-n", "5", *more)

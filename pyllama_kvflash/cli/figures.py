@@ -101,7 +101,7 @@ def closing(s: Stats, reason: str) -> str:
     """Return the line that ends an answer."""
     parts = [f"read {counted(s.n_prompt, 'token')} in {duration(s.prefill_s)}"] if s.n_prompt else []
     rate = f" at {s.decode_rate:,.1f} tok/s" if s.n_generated > 1 else ""
-    parts.append(f"wrote {s.n_generated:,}{'' if s.n_prompt else ' tokens'}{rate}")
+    parts.append(f"wrote {f'{s.n_generated:,}' if s.n_prompt else counted(s.n_generated, 'token')}{rate}")
     if s.agreement is not None:
         parts.append(f"{100 * s.agreement:.1f} % of {s.checked:,} tokens checked are the full cache's")
     parts += [f"GPU {about(s.gpu_bytes)}"] if s.gpu_bytes else []

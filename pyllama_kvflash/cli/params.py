@@ -158,7 +158,7 @@ MODEL = options(
 CONTEXT = options(
     click.option("-c", "--ctx-size", "n_ctx", type=TokenCount(), default=0, envvar=env("CTX_SIZE"), show_default=True,
                  help="Context size in tokens, 0: loaded from the model. It costs memory at once without a"
-                 " pool; with one, that of two layers, to read prompts (4 GiB at 4M tokens of an 8B model), and of codes on a GPU."),
+                 " pool; with one, that of two layers, to read prompts (1 GiB at 128K tokens of an 8B model), and of codes on a GPU."),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(CACHE_TYPES)), default="f16",
                  show_default=True, envvar=env("CACHE_TYPE_K"), help="KV cache data type for K."),
     click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(CACHE_TYPES)), default="f16",

@@ -111,6 +111,8 @@ def _read(prompt: str | None, files: tuple[str, ...], reporter: Reporter) -> str
             raise UsageError(msg)
         files = ("-",)
     texts = [read_text(file, "prompt").removesuffix("\n") for file in files]
-    for file in (file for file, text in zip(files, texts, strict=True) if not text.strip() and prompt):
-        reporter.warn(f"{'stdin' if file == '-' else file} is empty: the prompt is the text of -p alone")
+    if prompt and files and not any(texts):
+        reporter.warn(
+            f"{' and '.join(files)} {'is' if len(files) == 1 else 'are'} empty: the prompt is the text of -p alone"
+        )
     return "\n\n".join([*texts, *([] if prompt is None else [prompt])])

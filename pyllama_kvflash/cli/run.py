@@ -124,7 +124,7 @@ def run(
     reporter = Reporter(quiet=quiet)
     warm = Warm(options, reporter, cache_size)
     prompt = Prompt(options, reporter, appends=warm.appends)
-    warm.expect(prompt.text, options)
+    warm.expect(prompt.text)
     path = model_path(model_arg, model, reporter)
     if quiet is False:
         native.show_log()

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
 from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.report import Reporter
@@ -41,7 +40,7 @@ SNAPSHOT = params.options(
     click.option("--prefix-cache", "prefix_cache", metavar="DIR|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps what was read, 20 GiB at most (--set cache.size); a run begins with the longest"
-                 " prefix of its prompt that is there. off: none.  [default: ~/.cache/kvflash/prefix, for what took 10 s to read]"),
+                 " prefix of its prompt that is there. off: none.  [default: ~/.cache/kvflash/prefix, with a pool, for 32 KB or more that took 10 s to read]"),
     *params.gone("--prefix-cache-size"),
 )  # fmt: skip
 
@@ -72,22 +71,24 @@ class Warm:
             msg = f"--save-snapshot {self._target}: there is no folder {Path(self._target).parent}"
             raise UsageError(msg)
 
-    def expect(self, prompt: str, options: dict[str, Any]) -> None:
-        """Have a long prompt begin with what an earlier run has read of it, and be kept in turn, though nobody asked for it; without a GPU
-        a pool is kept for that, which takes less RAM than the full cache until the text fills its context. Raises UsageError.
+    def expect(self, prompt: str) -> None:
+        """Have a long prompt begin with what an earlier run has read of it, and be kept in turn, though nobody asked for it, where there is
+        a pool. Raises UsageError.
         """
         self._unasked = self._unasked and len(prompt) >= _LONG
         if not self._unasked:
             return
-        manages("--prefix-cache", default_folder())
         try:
-            self._cache = PrefixCache(default_folder(), self._cache_size)
+            folder = default_folder()
+        except RuntimeError:  # no home
+            self._unasked = False
+            return
+        manages("--prefix-cache", folder)
+        try:
+            self._cache = PrefixCache(folder, self._cache_size)
         except UsageError as err:
             self._unasked = False
             self._reporter.warn(f"{err}; what is read is not kept (--prefix-cache DIR or off)")
-            return
-        if not any(device.gpu for device in native.devices()):
-            options["snapshots"] = True
 
     @property
     def appends(self) -> bool:
@@ -147,5 +148,5 @@ class Warm:
                 return
             if kept and self._unasked:
                 self._reporter.note(
-                    f"kept in {self._cache.folder}: another question about this text begins where it ends (--prefix-cache off: never)"
+                    f"what was read is kept in {self._cache.folder}, and need not be read again (--prefix-cache off: never)"
                 )
