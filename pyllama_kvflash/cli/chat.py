@@ -127,7 +127,7 @@ def chat(
     reporter = Reporter(quiet=quiet)
     path = model_path(model_arg, model, reporter)
     source = read_template(template_file)
-    if quiet is False:
+    if reporter.verbose:
         native.show_log()
     with native.interruptible(), reporter.loading(path.name) as bar:
         kv = KVFlash.from_file(path, progress=bar, **options)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from pyllama_kvflash.cli.memory import about, memory_line, mib, records_lines
+from pyllama_kvflash.cli.memory import about, held_in_ram, memory_line, mib, records_lines
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import counted, number
 from pyllama_kvflash.events import Stats
@@ -41,12 +41,12 @@ def heading(kv: KVFlash) -> list[str]:
             head,
             f"{what}: {about(on_gpu)} of the GPU, where the full cache takes {about(s.kv_full_bytes)}; up to {about(n_records)} of RAM",
         ]
-    grows = sum(need.records + need.coarse for need in kv.memory) / (o.n_parallel * o.n_ctx)
-    fixed = sum(need.kv + need.panes for need in kv.memory)
+    fixed, grows = held_in_ram(kv.memory)
+    each_1000 = round(1000 * grows / (o.n_parallel * o.n_ctx))
     full = f"the full cache takes {about(s.kv_full_bytes)} at once"
     return [
         head,
-        f"{what}: {about(fixed)} of RAM, and {about(round(1000 * grows))} for every 1,000 tokens of text; {full}",
+        f"{what}: {about(fixed)} of RAM, and {about(each_1000)} for every 1,000 tokens of text; {full}",
     ]
 
 

@@ -46,14 +46,19 @@ def sum_line(need: Need) -> str:
     return f"{mib(need.total)} = {terms}"
 
 
+def held_in_ram(needs: Sequence[Need]) -> tuple[int, int]:
+    """Return what a pool has without a GPU: bytes that it takes at once, and those that have come at the end of a context."""
+    return sum(need.kv + need.panes for need in needs), sum(need.records + need.coarse for need in needs)
+
+
 def records_lines(options: Options, needs: Sequence[Need], full: int) -> list[str]:
     """Return what is to be said of where a pool's records are. needs: of a full context. full: bytes of the full cache."""
     if options.host_limit is not None and options.disk:
         return []
     if options.disk:
         return [_NO_LIMIT]
-    fixed = sum(need.kv + need.panes for need in needs)
-    most = fixed + (grows := sum(need.records + need.coarse for need in needs))
+    fixed, grows = held_in_ram(needs)
+    most = fixed + grows
     if any(need.gpu for need in needs) or most <= full:
         return []
     n = round(options.n_parallel * options.n_ctx * max(0, full - fixed) / grows)

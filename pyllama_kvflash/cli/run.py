@@ -126,7 +126,7 @@ def run(
     prompt = Prompt(options, reporter, appends=warm.appends)
     warm.expect(prompt.text)
     path = model_path(model_arg, model, reporter)
-    if quiet is False:
+    if reporter.verbose:
         native.show_log()
     reads_scorer_model(options["policy"], options.get("scorer_model"), path)
     errors: list[KVFlashError] = []  # they cost neither the answer nor each other's file

@@ -150,11 +150,11 @@ def serve(
     path = model_path(model_arg, model, reporter)
     check_file(path)
     template = read_template(template_file)
-    if quiet is False:
+    if reporter.verbose:
         native.show_log()
     settings = Settings(
         printable(alias or path.stem), sampling, n_predict, max_body, api_key or None, template, webui, strict, log_format,
-        log_bodies=quiet is False, responses=cache.folder / FOLDER if cache else None, api_prefix=api_prefix,
+        log_bodies=reporter.verbose, responses=cache.folder / FOLDER if cache else None, api_prefix=api_prefix,
     )  # fmt: skip
     scheduler = Scheduler(
         _opener(path, options, reporter, template),
