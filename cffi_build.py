@@ -58,6 +58,9 @@ struct llama_model_params {
     bool load_mtp;
     ...;
 };
+enum llama_rope_scaling_type {
+    LLAMA_ROPE_SCALING_TYPE_NONE, LLAMA_ROPE_SCALING_TYPE_LINEAR, LLAMA_ROPE_SCALING_TYPE_YARN, ...
+};
 struct llama_context_params {
     uint32_t n_ctx;
     uint32_t n_batch;
@@ -70,6 +73,14 @@ struct llama_context_params {
     int32_t  n_threads_batch;
     enum llama_context_type ctx_type;
     enum llama_flash_attn_type flash_attn_type;
+    enum llama_rope_scaling_type rope_scaling_type;
+    float    rope_freq_base;
+    float    rope_freq_scale;
+    float    yarn_ext_factor;
+    float    yarn_attn_factor;
+    float    yarn_beta_fast;
+    float    yarn_beta_slow;
+    uint32_t yarn_orig_ctx;
     enum ggml_type type_k;
     enum ggml_type type_v;
     bool offload_kqv;

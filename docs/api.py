@@ -31,7 +31,7 @@ with KVFlash.from_file("model.gguf", n_ctx=65536, pool=2048) as kv:
 """
 
 SECTIONS = {
-    "A model and its pool": ("KVFlash", "KVSequence", "Options", "Sampling"),
+    "A model and its pool": ("KVFlash", "KVSequence", "Options", "Rope", "Sampling"),
     "Events": ("Event", "Prefill", "Token", "Reselect", "Paged", "Warn", "Done", "Stats", "as_dict"),
     "Policies": ("Scorer", "View", "Residency"),
 }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyllama_kvflash.engine.sequence import KVSequence
     from pyllama_kvflash.errors import KVFlashError
     from pyllama_kvflash.events import Done, Event, Paged, Prefill, Reselect, Stats, Token, Warn, as_dict
-    from pyllama_kvflash.native import Sampling
+    from pyllama_kvflash.native import Rope, Sampling
     from pyllama_kvflash.options import Options
     from pyllama_kvflash.policy import Scorer, View
     from pyllama_kvflash.pool.residency import Residency
@@ -39,6 +39,7 @@ _HOME = {
     "Scorer": "policy",
     "View": "policy",
     "Warn": "events",
+    "Rope": "native",
     "Sampling": "native",
     "Stats": "events",
     "Token": "events",
@@ -56,6 +57,7 @@ __all__ = [
     "Prefill",
     "Reselect",
     "Residency",
+    "Rope",
     "Sampling",
     "Scorer",
     "Stats",

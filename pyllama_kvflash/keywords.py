@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypedDict, TypeVar
 
+from pyllama_kvflash.native import Rope
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy import Scorer
 
@@ -38,6 +39,7 @@ class Keywords(TypedDict, total=False):
     scorer_model: str | None
     scorer_pool: int
     spec: Spec | None
+    rope: Rope | None
     n_batch: int
     n_ubatch: int
     n_threads: int | None

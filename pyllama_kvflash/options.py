@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from pyllama_kvflash.errors import UsageError, check_choice, check_range
-from pyllama_kvflash.native import CACHE_TYPES
+from pyllama_kvflash.native import CACHE_TYPES, Rope
 from pyllama_kvflash.policy import Scorer, n_queries
 from pyllama_kvflash.policy.coarse import CHOICES
 from pyllama_kvflash.policy.fresh import EXCHANGE
@@ -132,6 +132,9 @@ class Options:
 
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
+
+    # contexts longer than those of training
+    rope: Rope | None = None  # another scaling of RoPE; None: the model's own
 
     # computation
     n_batch: int = 0  # most prompt tokens of a decode call; 0: what the pool allows, up to 2,048
@@ -269,8 +272,9 @@ class Options:
 
     @property
     def where(self) -> dict[str, Any]:
-        """On which devices models are, as arguments of Model.load()."""
-        return {name: getattr(self, name) for name in ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu")}
+        """On which devices models are, and how positions turn their keys, as arguments of Model.load()."""
+        names = ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu", "rope")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def on_cpu(self) -> bool:

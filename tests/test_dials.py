@@ -19,7 +19,7 @@ from support.commands import USAGE, check_error, good, invoke, summary
 
 from pyllama_kvflash.cli import flags, main, params, removed, roles, settings
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import Sampling
+from pyllama_kvflash.native import Rope, Sampling
 from pyllama_kvflash.options import Options, Spec
 
 pytestmark = pytest.mark.native
@@ -53,8 +53,9 @@ OURS = {
 """Options of `run` that llama.cpp has no like of: about the pool, drafts, memory and snapshots."""
 SHORT = {"--kvflash-exact"}
 """Names that are short for another option's value. Its help says so."""
-TAKEN = {"--jinja"}
-"""Options of llama.cpp that change nothing."""
+TAKEN = {"--jinja", "--rope-scaling", "--rope-scale", "--rope-freq-scale", "--rope-freq-base"}
+TAKEN |= {f"--yarn-{name}" for name in ("orig-ctx", "ext-factor", "attn-factor", "beta-slow", "beta-fast")}
+"""Options of llama.cpp that change nothing, or that only the help of another one names."""
 
 
 def test_run_has_few_options() -> None:
@@ -157,7 +158,7 @@ def test_every_field_has_one_way_to_be_set(names: tuple[str, ...]) -> None:
     known = settings.settable(COMMANDS[names])
     own = {option.name for option in options(*names) if not option.hidden}
     for field in fields(Options):
-        if field.name not in {"spec", "snapshots", "n_parallel"}:
+        if field.name not in {"spec", "rope", "snapshots", "n_parallel"}:
             assert (field.name in known) != (field.name in own), field.name
     if "spec_kind" in own:
         for field in fields(Spec):
@@ -334,8 +335,11 @@ def test_the_page_has_every_variable_that_the_package_reads() -> None:
 def test_every_field_is_spelled_as_an_option() -> None:
     """Those without one of their own are set by --set; `serve` has them all."""
     fields = set(Options.__dataclass_fields__) | {f"spec.{name}" for name in Spec.__dataclass_fields__}
+    fields |= {f"rope.{name}" for name in Rope.__dataclass_fields__}
     kept = {name for name in fields if not flags.spelled(f"`{name}`", COMMANDS["serve",]).startswith("-")}
-    assert kept == {"spec", "snapshots"}, "the one is made of other fields, and the other no option"
+    assert kept == {"spec", "rope", "snapshots"}, (
+        "the first two are made of other fields, and the last is not an option"
+    )
 
 
 def test_messages_name_fields_as_the_commands_can_spell_them() -> None:

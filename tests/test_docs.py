@@ -188,7 +188,9 @@ def commands(text: str) -> Iterator[list[str]]:
 def option_names(command: Any) -> set[str]:
     """Of a click command, its own, without those that were removed; and the short name of a mode."""
     shown = [
-        param for param in command.params if not getattr(param, "hidden", False) or param.opts == ["--kvflash-exact"]
+        param
+        for param in command.params
+        if not getattr(param, "hidden", False) or param.expose_value or param.opts == ["--kvflash-exact"]
     ]
     return {name for param in shown for name in (*param.opts, *param.secondary_opts)} | {"-h", "--help"}
 

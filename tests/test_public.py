@@ -65,6 +65,7 @@ def test_all_is_pinned():
         "Prefill",
         "Reselect",
         "Residency",
+        "Rope",
         "Sampling",
         "Scorer",
         "Stats",

@@ -372,7 +372,10 @@ def test_a_chain_is_of_a_model_and_cache() -> None:
 def test_an_identity_is_the_same_or_says_what_differs() -> None:
     mine = identity_with()
     assert mine.difference(identity_with()) is None
-    assert mine.difference(identity_with(fingerprint=1)) == "it is of another model"
+    assert (
+        mine.difference(identity_with(fingerprint=1))
+        == "it is of another model, or of another scaling of RoPE (`rope.scaling`)"
+    )
     assert mine.difference(identity_with(type_k=8)) == "its layers or cache types are others (`type_k`, `type_v`)"
 
 

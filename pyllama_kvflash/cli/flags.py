@@ -25,7 +25,11 @@ def spelled(text: str, command: click.Command | None = None) -> str:
         if running is None:
             return text
         command = running.command
-    options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    options = [
+        param
+        for param in command.params
+        if isinstance(param, click.Option) and (param.expose_value or not param.hidden)
+    ]
     has_set = any(option.name == "settings" for option in options)
     names = {name: f"--set {name}" for name in settings.settable(command)} if has_set else {}
     names |= {name.removeprefix("sampling."): says for name, says in names.items() if name.startswith("sampling.")}

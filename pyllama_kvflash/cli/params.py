@@ -15,7 +15,7 @@ from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.roles import Declared, Harmless, Reads, TextOrFile, reads
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.files import model_parts
-from pyllama_kvflash.native import CACHE_TYPES, Sampling, json_grammar
+from pyllama_kvflash.native import CACHE_TYPES, SCALINGS, Rope, Sampling, json_grammar
 from pyllama_kvflash.options import FLASH_ATTN, MODES, PREFILL, SPEC_KINDS, Spec
 from pyllama_kvflash.policy.coarse import CHOICES
 from pyllama_kvflash.policy.sizing import AUTO_CAP, AUTO_FULL, HOST_CAP
@@ -32,12 +32,26 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
     """
     res = values | settings.take(values, "")
     del res["settings"]
+    res["rope"] = _rope(res)
     model = res.get("scorer_model")
     if model:
         reads("--set scorer_model", *model_parts(model))
         if click.get_current_context().get_parameter_source("policy") == ParameterSource.DEFAULT:
             res["policy"] = "drafter"
     return res
+
+
+def _rope(values: dict[str, Any]) -> Rope | None:
+    """Take the options of RoPE out of the values. Raises UsageError."""
+    given = {f.name: values.pop(f"rope_{f.name}") for f in fields(Rope)}
+    inverse = values.pop("rope_freq_scale")
+    if inverse is not None:
+        if not 0 < inverse <= 1 or given["scale"] is not None:
+            msg = f"--rope-freq-scale is {inverse:g}: give a number up to 1, such as 0.25 for --rope-scale 4, and only one of the two"
+            raise UsageError(msg)
+        given["scale"] = 1 / inverse
+    given = {name: value for name, value in given.items() if value is not None}
+    return Rope(**given) if given else None
 
 
 def cache_size(values: dict[str, Any]) -> int:
@@ -155,10 +169,25 @@ MODEL = options(
                  expose_value=False, callback=_keep, help="With -hf: use only what was downloaded before."),
 )  # fmt: skip
 
+_ROPE: tuple[tuple[str, str, str, Any, str], ...] = (
+    ("--rope-scaling", "scaling", "ROPE_SCALING_TYPE", click.Choice(SCALINGS[1:]), "RoPE frequency scaling method."),
+    ("--rope-scale", "scale", "ROPE_SCALE", float, "RoPE context scaling factor, expands context by a factor of N."),
+    ("--rope-freq-scale", "freq_scale", "ROPE_FREQ_SCALE", float, "RoPE frequency scaling factor, expands context by a factor of 1/N."),
+    ("--rope-freq-base", "freq_base", "ROPE_FREQ_BASE", float, "RoPE base frequency, used by NTK-aware scaling."),
+    ("--yarn-orig-ctx", "orig_ctx", "YARN_ORIG_CTX", TokenCount(), "YaRN: original context size of model."),
+    ("--yarn-ext-factor", "ext_factor", "YARN_EXT_FACTOR", float, "YaRN: extrapolation mix factor."),
+    ("--yarn-attn-factor", "attn_factor", "YARN_ATTN_FACTOR", float, "YaRN: scale sqrt(t) or attention magnitude."),
+    ("--yarn-beta-slow", "beta_slow", "YARN_BETA_SLOW", float, "YaRN: high correction dim or alpha."),
+    ("--yarn-beta-fast", "beta_fast", "YARN_BETA_FAST", float, "YaRN: low correction dim or beta."),
+)  # fmt: skip
+"""llama.cpp's options for contexts longer than those of training, which the help of -c names: in --help they would hide others."""
+
 CONTEXT = options(
     click.option("-c", "--ctx-size", "n_ctx", type=TokenCount(), default=0, envvar=env("CTX_SIZE"), show_default=True,
                  help="Context size in tokens, 0: loaded from the model. It costs memory at once without a"
-                 " pool; with one, that of two layers, to read prompts (1 GiB at 128K tokens of an 8B model), and of codes on a GPU."),
+                 " pool; with one, that of two layers, to read prompts (1 GiB at 128K tokens of an 8B model), and of codes on a GPU."
+                 " Beyond what a model was trained for, some take --rope-scaling yarn --rope-scale 4; llama.cpp's other options"
+                 " of RoPE and YaRN are known, too (docs/FAQ.md)."),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(CACHE_TYPES)), default="f16",
                  show_default=True, envvar=env("CACHE_TYPE_K"), help="KV cache data type for K."),
     click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(CACHE_TYPES)), default="f16",
@@ -166,6 +195,8 @@ CONTEXT = options(
                  help="KV cache data type for V; a quantised one needs -fa."),
     click.option("-fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="auto",
                  show_default=True, envvar=env("FLASH_ATTN"), help="Flash attention."),
+    *(click.option(option, f"rope_{name}", type=kind, default=None, hidden=True, envvar=env(variable), help=what)
+      for option, name, variable, kind, what in _ROPE),
 )  # fmt: skip
 
 COMPUTE = options(

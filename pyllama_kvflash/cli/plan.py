@@ -16,9 +16,10 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine import expected
-from pyllama_kvflash.engine.loading import check_file, untrained
+from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.engine.need import DRIVER
 from pyllama_kvflash.engine.offers import Offer, best, offers
+from pyllama_kvflash.engine.warned import untrained
 from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.native import Model, devices
 from pyllama_kvflash.options import Options

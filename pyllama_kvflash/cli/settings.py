@@ -21,7 +21,7 @@ from pyllama_kvflash.options import Options, Spec
 _PARTS: dict[str, type] = {"": Options, "spec.": Spec, "sampling.": Sampling}
 _NOT = ("spec", "snapshots", "n_parallel", "sampling.n_probs")  # the command sets them
 CACHE_SIZE = "20GiB"  # of a prefix cache
-_PREFIX = {"": "", "spec.": "spec_", "sampling.": ""}  # of the parameters that set fields of a part
+_PREFIX = {"": "", "spec.": "spec_", "rope.": "rope_", "sampling.": ""}  # of the parameters that set fields of a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ OPTION = click.option(
 def _unknown(name: str, command: click.Command, known: dict[str, Setting]) -> str:
     for part, prefix in _PREFIX.items():
         wanted = prefix + name.removeprefix(part)
-        found = [p for p in command.params if p.name == wanted and isinstance(p, click.Option) and not p.hidden]
+        found = [p for p in command.params if p.name == wanted and isinstance(p, click.Option) and p.expose_value]
         if name.startswith(part) and found:
             return f"--set {name}: {name} has an option of its own: give {found[0].opts[-1]}"
     near = get_close_matches(name, known, n=1) or [full for full in known if name and full.endswith(f".{name}")]

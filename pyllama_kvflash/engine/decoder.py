@@ -103,10 +103,10 @@ class Decoder:
         """Raise UsageError unless n tokens after the first `at` positions fit the context."""
         if at + n > self._options.n_ctx:
             after = f" after the {at:,} in the context" if at else ""
-            trained = self.sequence.ctx.model.n_ctx_train
+            reach = self.sequence.ctx.model.n_reach
             more = "use a larger `n_ctx` or a shorter prompt"
-            if at + n > trained:
-                more = f"use a shorter prompt, or a model that was trained for more than {trained:,}"
+            if at + n > reach:
+                more = f"use a shorter prompt, a model that was trained for more than {reach:,}, or `rope.scaling` yarn"
             msg = f"{counted(n, 'token')}{after} {'does' if n == 1 else 'do'} not fit the context of {self._options.n_ctx:,}: {more}"
             raise UsageError(msg)
 

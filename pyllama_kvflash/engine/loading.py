@@ -15,10 +15,11 @@ from pyllama_kvflash.engine.panes import ExactBytes, held_bytes, open_exact
 from pyllama_kvflash.engine.placement import on_host, place
 from pyllama_kvflash.engine.refusals import ON_DISK, of_codes, of_memory, of_model
 from pyllama_kvflash.engine.speculation import DraftModel, Drafts
+from pyllama_kvflash.engine.warned import idle, untrained
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes, why_unloadable
-from pyllama_kvflash.options import Options, cores
+from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, Scorer
 from pyllama_kvflash.policy.coarse import FORMS
 from pyllama_kvflash.policy.experts import Placement
@@ -249,7 +250,7 @@ def _opened(
         + ground.warnings
         + size.warnings
         + untrained(model, options.n_ctx)
-        + _idle(options, size.n_pool),
+        + idle(options, size.n_pool),
         shared,
         ground.exact,
         tuple(sequences),
@@ -289,28 +290,6 @@ class _Loading:
 
     def exact_bytes(self) -> dict[int, ExactBytes]:
         return held_bytes(self.exact.ctx, self._geometry, self._options) if self.exact else {}
-
-
-def untrained(model: Model, n_ctx: int) -> tuple[str, ...]:
-    """Return a warning if a context is longer than those that a model was trained on."""
-    if n_ctx <= model.n_ctx_train:
-        return ()
-    trained = f"a context of {n_ctx:,} tokens is longer than the {model.n_ctx_train:,} the model was trained on"
-    return (f"{trained}: text beyond that may come out wrong",)
-
-
-def _idle(options: Options, n_pool: int | None) -> tuple[str, ...]:
-    """Return warnings of options that do nothing on this machine, or without a pool."""
-    res, n = [], cores()
-    if options.meter_share and n_pool is None and options.pool != "off":
-        res.append("there is no pool, so the meter has nothing to compare: every token is the full cache's")
-    if options.n_gpu_layers > 0 and not any(device.gpu for device in devices()):
-        res.append(f"`n_gpu_layers` {options.n_gpu_layers} does nothing: there is no GPU, or this build cannot use it")
-    if (options.n_threads or 0) > n:
-        res.append(
-            f"`n_threads` is {options.n_threads}, and this process may use {n}: more threads wait for each other"
-        )
-    return tuple(res)
 
 
 def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | None:

@@ -21,6 +21,7 @@ from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptib
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.order import order_of, order_of_letters
 from pyllama_kvflash.native.quantize import quantize
+from pyllama_kvflash.native.rope import SCALINGS, Rope
 from pyllama_kvflash.native.sampler import (
     MAX_BIASES,
     MAX_BREAKERS,
@@ -45,6 +46,7 @@ __all__ = [
     "MAX_PROBS",
     "NONE",
     "RANGES",
+    "SCALINGS",
     "TEMPLATE_SECONDS",
     "CallDelta",
     "ChatEngine",
@@ -66,6 +68,7 @@ __all__ = [
     "Record",
     "Rendered",
     "Reply",
+    "Rope",
     "Sampler",
     "Sampling",
     "Speculator",

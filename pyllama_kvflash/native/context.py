@@ -81,14 +81,14 @@ class Context:
         params.type_v = CACHE_TYPES[type_v]
         params.flash_attn_type = getattr(lib, f"LLAMA_FLASH_ATTN_TYPE_{_FLASH_ATTN[flash_attn]}")
         params.offload_kqv = offload_kqv
+        model.rope.apply(params)
         params.swa_full = False
         p_pool = p_panes = ffi.NULL
         if panes is not None:
             p_panes = ffi.new("struct kvf_pane_params *", asdict(panes))
         if pool is not None:
             p_pool = ffi.new("struct kvf_pool_params *", asdict(pool))
-        out = ffi.new("struct llama_context **")
-        p_params = ffi.new("struct llama_context_params *", params)
+        p_params, out = ffi.new("struct llama_context_params *", params), ffi.new("struct llama_context **")
         compute(lib.kvf_context_new, made_of[0], p_params, p_pool, p_panes, out)
         self._shared = Handle(owned(out[0], lib.llama_free, *made_of))
         self.seq = 0

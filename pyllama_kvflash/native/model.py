@@ -15,6 +15,7 @@ from pyllama_kvflash import errors
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native.device import gpus, planned_host
 from pyllama_kvflash.native.lib import check, compute, ffi, init, lib, owned
+from pyllama_kvflash.native.rope import Rope
 from pyllama_kvflash.native.unloadable import why_unloadable
 
 Tokens = npt.NDArray[np.int32]
@@ -70,9 +71,10 @@ class Model:
     Several threads may use its tokenizer, and any may close it. It is freed after its contexts and the calls under way.
     """
 
-    def __init__(self, handle: Any, path: Path, on_host: Sequence[str] = ()) -> None:
+    def __init__(self, handle: Any, path: Path, on_host: Sequence[str] = (), rope: Rope | None = None) -> None:
         self._handle: Any = owned(handle, lib.llama_model_free)
         self._on_host = on_host
+        self.rope = rope or Rope()
         self._vocab: Any = owned(lib.llama_model_get_vocab(handle), lambda _: None, self._handle)
         self.path = path
         self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
@@ -112,6 +114,7 @@ class Model:
         on_host: Sequence[str] = (),
         no_alloc: bool = False,
         mtp: bool = False,
+        rope: Rope | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> Self:
         """Load a GGUF file (the first part of a split one).
@@ -123,6 +126,7 @@ class Model:
         on_host: regular expressions for names of tensors that stay in host memory.
         no_alloc: read the metadata only, to look at the geometry. Such a model cannot decode.
         mtp: load the heads that predict further tokens, too.
+        rope: how positions turn keys and queries in all contexts of it; None: as the model was trained.
         progress: called with 0.0 to 1.0.
 
         Raises UsageError and ModelError.
@@ -163,7 +167,7 @@ class Model:
                 raise state.error from None
             msg = f"{path} cannot be loaded: {why_unloadable(path) or err}"
             raise errors.ModelError(msg) from None
-        return cls(out[0], path, on_host)
+        return cls(out[0], path, on_host, rope)
 
     def close(self) -> None:
         """Let go of the model, which is freed once nothing uses it. Harmless when called again."""
@@ -179,12 +183,13 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> int:
-        """64 bits that tell models apart, of the files as they were at the first use. Raises ModelError if they are gone."""
+        """64 bits that tell models apart, of the files as they were at the first use, and of RoPE. Raises ModelError if they are gone."""
         try:
-            return fingerprint(self.path)
+            own = fingerprint(self.path)
         except OSError as err:
             msg = f"{self.path} cannot be read: {err.strerror}"
             raise errors.ModelError(msg) from None
+        return self.rope.mark(own)
 
     def meta(self, key: str) -> str | None:
         """Return a metadata value of the file as text, None if it has no such key."""
@@ -223,6 +228,11 @@ class Model:
             res += [weight._replace(device=host)] * stays
             res += [weight] * (not stays or (embeds and tied))
         return res
+
+    @property
+    def n_reach(self) -> int:
+        """Positions that texts may have: as many as the model was trained on, or as RoPE is scaled to."""
+        return self.rope.reach(self.n_ctx_train)
 
     @property
     def description(self) -> str:

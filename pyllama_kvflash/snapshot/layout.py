@@ -117,7 +117,7 @@ class Identity:
             return None
         mine, its = self.fields, other.fields
         if mine["fingerprint"] != its["fingerprint"]:
-            return "it is of another model"
+            return "it is of another model, or of another scaling of RoPE (`rope.scaling`)"
         if (mine["flags"] ^ its["flags"]) & EXACT:
             was, now = (_READ[bool(fields["flags"] & EXACT)] for fields in (mine, its))
             return f"its prompts were read {was}, and here they are read {now} (`prefill`)"
