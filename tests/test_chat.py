@@ -1,15 +1,8 @@
 """Chat templates, and `kvflash chat`: what is read, what is said, and what a template cannot do."""
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
 import re
 import signal
-import subprocess
-import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +13,9 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from click.testing import CliRunner, Result
-from support.commands import SCRIPT, forget_settings
+from support.commands import forget_settings
 from support.rewritten import with_template
+from support.terminal import Terminal
 
 from pyllama_kvflash import chat
 from pyllama_kvflash.chat import ChatTemplate
@@ -261,8 +255,8 @@ def test_a_file_stays_in_a_full_context(template: str, tmp_path: Path) -> None:
     res = talk(text, *args, "-f", str(book))
     assert res.exit_code == 0, res.output
     messages = [m["content"] for m in json.loads(saved.read_text()) if m["role"] == "user"]
-    assert messages[0] == "book " * 30 + "\n\n0"
-    assert messages[1] == "notes " * 30 + "\n\n2", "1 made room"
+    assert messages[0] == "File book.txt:\n\n" + "book " * 30 + "\n\n0"
+    assert messages[1] == "File notes.txt:\n\n" + "notes " * 30 + "\n\n2", "1 made room"
     assert messages[-1] == f"5 {many}".strip()
     assert len(messages) < 6
     assert f"; {book} and {notes} stay\n" in res.stderr
@@ -286,9 +280,11 @@ def test_a_file_is_not_lost_with_its_turn(template: str, tmp_path: Path) -> None
     def asked(path: Path) -> list[str]:
         return [m["content"] for m in json.loads(path.read_text()) if m["role"] == "user"]
 
-    assert asked(one) == ["the book\n\nhello"]
-    assert asked(two) == ["the book\n\nhello", "the notes\n\nsecond"], "/regen left it to the next message"
-    assert asked(three) == ["the book\n\nthird"]
+    assert asked(one) == ["File book.txt:\n\nthe book\n\nhello"]
+    assert asked(two) == ["File book.txt:\n\nthe book\n\nhello", "File notes.txt:\n\nthe notes\n\nsecond"], (
+        "/regen left it to the next message"
+    )
+    assert asked(three) == ["File book.txt:\n\nthe book\n\nthird"]
     lines = [line.removeprefix("kvflash: ") for line in res.stderr.splitlines()]
     said = [line for line in lines if "taken back" in line or "new conv" in line or "any more" in line]
     assert said == [
@@ -328,7 +324,7 @@ def test_messages_are_taken_back_and_answered_again(document: Any, template: str
     assert res.stdout.splitlines() == [f"{a.answer}."] * 3 + [f"{b.answer}."]
     messages = json.loads(saved.read_text())
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2
-    assert messages[0]["content"] == document.text.removesuffix("\n") + "\n\n" + a.question
+    assert messages[0]["content"] == "File book.txt:\n\n" + document.text.removesuffix("\n") + "\n\n" + a.question
     assert messages[2:] == [{"role": "user", "content": b.question}, {"role": "assistant", "content": f"{b.answer}."}]
     assert f"{saved} is there already: give another name" in res.stderr
 
@@ -375,51 +371,9 @@ def test_refusals(tmp_path: Path) -> None:
     assert (res.exit_code, "zero byte" in res.stderr) == (2, True)
 
 
-class Terminal:
-    """`kvflash chat` on a terminal."""
-
-    def __init__(self, *args: str) -> None:
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [SCRIPT, "chat", *SMALL, *args], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 (Ctrl-C is for who owns the terminal)
-        )  # fmt: skip
-        os.close(slave)
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def until(self, pattern: str, seconds: float = 30) -> None:
-        """Read until this comes, and forget what was before."""
-        os.set_blocking(self._master, False)
-        deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.seen)):
-            assert time.monotonic() < deadline, self.seen
-            try:
-                self.seen += os.read(self._master, 4096).decode("utf-8", "replace")
-            except BlockingIOError:
-                time.sleep(0.01)
-        self.seen = self.seen[found.end() :]
-
-    def press(self, key: str, pattern: str) -> None:
-        """Type a key until this comes: Python shows its prompt, and misses a signal until it waits for a line."""
-        for _ in range(30):
-            self.type(key)
-            with contextlib.suppress(AssertionError):
-                self.until(pattern, 1)
-                return
-        self.until(pattern, 1)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-
 def test_a_terminal() -> None:
     """A prompt, Ctrl-C in an answer and at the prompt, several lines, Ctrl-D."""
-    terminal = Terminal("-n", "1500")
+    terminal = Terminal("chat", *SMALL, "-n", "1500")
     try:
         terminal.until(r"pool of[^\n]*\n(.|\n)*> ")
         terminal.type("hello\r")

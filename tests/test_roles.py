@@ -35,7 +35,7 @@ def module(name: str) -> ModuleType:
 COMMANDS = dict(commands.leaves(main))
 TEXTS = {
     *("prompt", "stop", "system", "api_key", "alias", "host", "hf_repo"),
-    *("variants", "tasks", "names", "settings"),
+    *("variants", "tasks", "names", "settings", "questions"),
 }
 """Parameters that are plain text. Another one that is must be added here, if it does not name a file."""
 
@@ -186,7 +186,7 @@ def test_implicit_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     names = ["bundled.gguf", "hub.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "m.gguf", "m-draft.gguf"]
     for name in names:
         Path(name).write_bytes(b"GGUF mine")
-    monkeypatch.setattr(module("run"), "BUNDLED_MODEL", Path("bundled.gguf"))
+    monkeypatch.setattr(fetch, "BUNDLED_MODEL", Path("bundled.gguf"))
     monkeypatch.setattr(fetch, "fetch", lambda *_: Path("hub.gguf"))
     for target, *args in (
         ("bundled.gguf",),

@@ -10,8 +10,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.rewritten import with_template
 
-from pyllama_kvflash.cli import main, warm
-from pyllama_kvflash.engine import loading
+from pyllama_kvflash.cli import kept, main
+from pyllama_kvflash.engine import warned
 from pyllama_kvflash.native import Device, Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
@@ -156,7 +156,7 @@ def test_an_empty_file_beside_a_question_is_a_warning(tmp_path: Path) -> None:
     ("text", "says"),
     [
         (b"", "the prompt is empty: give at least one character"),
-        (b"%PDF-1.7\n\xff", "is a PDF: give its text, as pdftotext "),
+        (b"%PDF-1.7\n\xff", "give its text, as pdftotext makes it"),
     ],
 )
 def test_what_cannot_be_a_prompt_is_refused_before_the_model_is_loaded(tmp_path: Path, text: bytes, says: str) -> None:
@@ -168,8 +168,8 @@ def test_what_cannot_be_a_prompt_is_refused_before_the_model_is_loaded(tmp_path:
 
 
 def test_options_of_llama_cpp_that_do_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "devices", lambda: [Device("CPU", "", gpu=False, free=1 << 40, total=1 << 40)])
-    monkeypatch.setattr(loading, "cores", lambda: 2)
+    monkeypatch.setattr(warned, "devices", lambda: [Device("CPU", "", gpu=False, free=1 << 40, total=1 << 40)])
+    monkeypatch.setattr(warned, "cores", lambda: 2)
     res = run(BUNDLED_MODEL, "-p", "one", "-n", "1", "-ngl", "99", "-t", "3", "--jinja")
     assert res.exit_code == 0
     assert "-ngl/--n-gpu-layers 99 does nothing: there is no GPU" in res.stderr
@@ -185,25 +185,25 @@ def test_a_text_that_took_long_to_read_is_kept(document: Any, tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     book, needles = tmp_path / "book.txt", document.needles
     book.write_text(document.text + "\n" * 2)
-    kept = f"what was read is kept in {tmp_path / 'kvflash' / 'prefix'}, "
+    says = f"what was read is kept in {tmp_path / 'kvflash' / 'prefix'}, "
 
     def ask(i: int, *more: str) -> Result:
         res = run(BUNDLED_MODEL, "-f", book, "-p", needles[i].question, *SMALL, "-n", "5", *more)
         assert (res.exit_code, res.stdout.strip()) == (0, f"{needles[i].answer}."), res.output
         return res
 
-    assert kept not in ask(0).stderr, "it is short"
-    monkeypatch.setattr(warm, "_LONG", 1000)
-    monkeypatch.setattr(warm, "_WORTH", 500)
-    assert kept not in ask(0).stderr, "it is soon read"
-    monkeypatch.setattr(warm, "_SLOW", 0.0)
+    assert says not in ask(0).stderr, "it is short"
+    monkeypatch.setattr(kept, "_LONG", 1000)
+    monkeypatch.setattr(kept, "_WORTH", 500)
+    assert says not in ask(0).stderr, "it is soon read"
+    monkeypatch.setattr(kept, "_SLOW", 0.0)
     for off in (("--prefix-cache", "off"), ("--kvflash", "off")):
-        assert kept not in ask(0, *off).stderr
+        assert says not in ask(0, *off).stderr
     assert not list((tmp_path / "kvflash").rglob("*.kvsnap"))
-    assert kept in ask(0).stderr
+    assert says in ask(0).stderr
     res = ask(1)
     assert n_read(res) < 150
     assert "from the prefix cache" in res.stderr
     (tmp_path / "kvflash" / "prefix").rename(tmp_path / "moved")
     (tmp_path / "kvflash" / "prefix").touch()
-    assert "what is read is not kept (--prefix-cache DIR or off)" in ask(2).stderr
+    assert "what is read is not kept (--prefix-cache DIR or off)" in ask(2, "-v").stderr

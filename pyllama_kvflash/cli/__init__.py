@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli import settings
+from pyllama_kvflash.cli.ask import ask
 from pyllama_kvflash.cli.bench import bench
 from pyllama_kvflash.cli.bench_spec import spec
 from pyllama_kvflash.cli.cache import cache
@@ -42,6 +43,7 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
   kvflash run model.gguf -f long.txt --kvflash off    the full cache: the control
   kvflash run model.gguf -f long.txt --trace t.jsonl  record what stayed and came back, for the next line
   kvflash plot t.jsonl                                a picture of the record
+  kvflash ask model.gguf book.txt                     questions about files, read while you type
   kvflash chat model.gguf                             a conversation, kept in the context
   kvflash serve model.gguf -np 4                      a server for the OpenAI protocol, on one pool
   kvflash bench niah                                  what a pool finds, against the full cache
@@ -135,6 +137,7 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(ask)
 main.add_command(chat)
 main.add_command(serve)
 main.add_command(demo)

@@ -18,11 +18,10 @@ from pyllama_kvflash.bench.figures import heat_map, kld_figure, ruler_figure
 from pyllama_kvflash.bench.grid import FILES, Results, Variant, refuse_controls
 from pyllama_kvflash.bench.ruler_texts import GROUPS, SAMPLE
 from pyllama_kvflash.cli import kinds, params
-from pyllama_kvflash.cli.fetch import named_model
+from pyllama_kvflash.cli.fetch import model_path, named_model
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import CellBar, Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
-from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.loading import check_file, why_uncoded
 from pyllama_kvflash.errors import Interrupted, UsageError, counted
 from pyllama_kvflash.options import Options

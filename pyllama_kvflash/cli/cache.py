@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from pyllama_kvflash.cli import kinds
+from pyllama_kvflash.cli.kept import default_folder
 from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Manages
-from pyllama_kvflash.cli.warm import default_folder
 from pyllama_kvflash.errors import SnapshotError, UsageError, counted
 from pyllama_kvflash.serve.protocols import responses_store
 from pyllama_kvflash.snapshot.cache import Entry, PrefixCache

@@ -20,6 +20,7 @@ from pyllama_kvflash.cli.roles import reads
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.hub import Wanted, fetch
+from pyllama_kvflash.needle import BUNDLED_MODEL
 
 
 def named_model(argument: str | None, option: str | None, *, environment: bool = True) -> str | Wanted | None:
@@ -44,6 +45,19 @@ def named_model(argument: str | None, option: str | None, *, environment: bool =
         msg = f"the environment names two models, {option} and -hf {wanted}: unset one, or give one"
         raise UsageError(msg)
     return option or wanted
+
+
+def model_path(argument: str | None, option: str | None, reporter: Reporter) -> Path:
+    """Return the model given as an argument, with -m or -hf, or the bundled one with a note that says so."""
+    model = named_model(argument, option)
+    if model:
+        return located(model, reporter)
+    reporter.note(
+        f"no model given: using the bundled {BUNDLED_MODEL.stem}, a test model that finds codes in long texts;"
+        " give a file, or -hf user/model"
+    )
+    reads("the bundled model", BUNDLED_MODEL)
+    return BUNDLED_MODEL
 
 
 def located(model: str | Wanted, reporter: Reporter) -> Path:

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash.cli import params
+from pyllama_kvflash.cli.fetch import model_path
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.memory import mib, place_name, sum_line
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
-from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine.load_plan import pool_size
 from pyllama_kvflash.engine.loading import Probe, check_file
 from pyllama_kvflash.engine.memory import coarse_bytes, device_memory

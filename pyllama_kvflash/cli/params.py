@@ -182,6 +182,12 @@ _ROPE: tuple[tuple[str, str, str, Any, str], ...] = (
 )  # fmt: skip
 """llama.cpp's options for contexts longer than those of training, which the help of -c names: in --help they would hide others."""
 
+SYSTEM = click.option("-sys", "--system-prompt", "system", metavar="TEXT", default=None,
+                      help="System prompt to use with the model's chat template.")  # fmt: skip
+
+ANSWER_LENGTH = click.option("-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, show_default=True, envvar=env("N_PREDICT"),
+                             help="Most tokens to predict in an answer, -1: until the context is full.")  # fmt: skip
+
 CONTEXT = options(
     click.option("-c", "--ctx-size", "n_ctx", type=TokenCount(), default=0, envvar=env("CTX_SIZE"), show_default=True,
                  help="Context size in tokens, 0: loaded from the model. It costs memory at once without a"

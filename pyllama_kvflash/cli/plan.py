@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash.cli import kinds, params
+from pyllama_kvflash.cli.fetch import model_path
 from pyllama_kvflash.cli.memory import sum_line
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
-from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.engine import expected
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.engine.need import DRIVER

@@ -23,8 +23,7 @@ PROMPT = params.options(
     click.option("-f", "--file", "--prompt-file", "prompt_files", metavar="FILE", type=Reads(), multiple=True,
                  help="Text file with the prompt, - for stdin; one newline at its end is removed. Several are joined by an"
                  " empty line. Line ends of Windows are those of Unix to the model."),
-    click.option("-sys", "--system-prompt", "system", metavar="TEXT", default=None,
-                 help="System prompt to use with the model's chat template."),
+    params.SYSTEM,
     click.option("-cnv/-no-cnv", "--conversation/--no-conversation", " /--no-chat-template", "conversation",
                  default=None, help="Make the prompt a message in the model's chat template, or complete it as it is. With"
                  " --append: the next turn.  [default: -cnv if the model has a template, and what it is appended to is a"

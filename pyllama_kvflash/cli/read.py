@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from pyllama_kvflash.cli.documents import text_of
 from pyllama_kvflash.cli.roles import reads
 from pyllama_kvflash.errors import UsageError
 
@@ -13,17 +14,16 @@ _UTF32 = {codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE}
 
 
 def read_text(file: str, what: str = "text") -> str:
-    """Read a text from a file, or from stdin for "-". what: its name in errors. Raises UsageError."""
+    """Read a text from a file, also of a PDF or DOCX, or from stdin for "-". what: its name in errors. Raises UsageError."""
     name = "stdin" if file == "-" else file
     try:
         data = _stdin() if name == "stdin" else Path(name).read_bytes()
     except OSError as err:
         msg = f"the {what} file {name} cannot be read: {err.strerror}"
         raise UsageError(msg) from None
-    if data[:5] == b"%PDF-":
-        msg = f"the {what} in {name} is a PDF: give its text, as pdftotext {name} text.txt makes it"
-        raise UsageError(msg)
-    return decoded(data, f"the {what} in {name}")
+    called = f"the {what} in {name}"
+    found = text_of(data, called)
+    return decoded(data, called) if found is None else found
 
 
 def check_given(text: str | None, option: str) -> None:

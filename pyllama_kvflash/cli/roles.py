@@ -26,7 +26,7 @@ GROUPS = {
         *("webui", "strict", "log_format", "prefix_cache_size", "cache_min"),
     ),
     "Model": ("model", "hf_repo", "hf_file", "offline", "template_file"),
-    "Prompt": ("prompt", "prompt_files", "system", "conversation", "restore", "append"),
+    "Prompt": ("prompt", "questions", "prompt_files", "system", "conversation", "restore", "append"),
     "Pool": ("n_ctx", "pool", "coarse", "policy", "prefill", "mode", "min_agreement", "settings"),
     "Answer": (
         *("n_predict", "stop", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"),

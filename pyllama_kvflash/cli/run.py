@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.fetch import located, named_model
+from pyllama_kvflash.cli.chat import Asked, converse
+from pyllama_kvflash.cli.fetch import model_path
 from pyllama_kvflash.cli.figures import stats_table
+from pyllama_kvflash.cli.messages import is_typed
 from pyllama_kvflash.cli.output import Answer, Output
 from pyllama_kvflash.cli.prompt import PROMPT, Prompt
 from pyllama_kvflash.cli.report import Reporter
-from pyllama_kvflash.cli.roles import Command, Prints, reads, reads_scorer_model
+from pyllama_kvflash.cli.roles import Command, Prints, reads_scorer_model
 from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import DeviceLostError, Interrupted, KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
-from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.text import printable, to_json
 
 LAYERS_EVERY = 16
@@ -32,7 +34,7 @@ LAYERS_EVERY = 16
 HELP = """Answer a prompt.
 
 A model with a chat template is given the prompt as a message; one without, or with --no-chat-template, completes it as it
-is. Only the answer goes to stdout; progress, notes and the closing line go to stderr. Without MODEL.gguf, the bundled
+is. Without a prompt, on a terminal, it is a conversation as in `kvflash chat`. Only the answer goes to stdout; progress, notes and the closing line go to stderr. Without MODEL.gguf, the bundled
 needle-7m runs: a 7 MB model that knows nothing but secret codes hidden in long texts, good for a first try.
 
 \b
@@ -115,7 +117,14 @@ def run(
     **options: Any,
 ) -> int:
     """Answer a prompt. Returns the exit code."""
-    refuse_text(click.get_current_context().args)
+    context = click.get_current_context()
+    refuse_text(context.args)
+    if _begins_talk(context):
+        reporter = Reporter(quiet=quiet)
+        options = {name: value for name, value in options.items() if name not in _OF_A_PROMPT}
+        options |= {"n_predict": n_predict if _is_typed(context, "n_predict") else -1, "template_file": None}
+        asked = Asked.of(options, (), reporter)  # as llama-cli does
+        return converse(model_path(model_arg, model, reporter), asked, options, reporter)
     check_max_tokens(n_predict)
     sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can show it
     options["spec"] = params.spec(options)
@@ -162,17 +171,18 @@ def run(
     return Interrupted.exit_code if done.reason == "interrupted" else 0
 
 
-def model_path(argument: str | None, option: str | None, reporter: Reporter) -> Path:
-    """Return the model given as an argument, with -m or -hf, or the bundled one with a note that says so."""
-    model = named_model(argument, option)
-    if model:
-        return located(model, reporter)
-    reporter.note(
-        f"no model given: using the bundled {BUNDLED_MODEL.stem}, a test model that finds codes in long texts;"
-        " give a file, or -hf user/model"
-    )
-    reads("the bundled model", BUNDLED_MODEL)
-    return BUNDLED_MODEL
+_OF_A_PROMPT = ("prompt", "prompt_files", "conversation", "save_snapshot", "restore", "append")
+_OF_A_RUN = (*_OF_A_PROMPT, "stop", "output", "trace", "stats", "as_json")
+"""Parameters that a conversation does not have."""
+
+
+def _is_typed(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+
+
+def _begins_talk(context: click.Context) -> bool:
+    """Return whether nothing is asked yet, and a person can type it."""
+    return is_typed() and not any(_is_typed(context, name) for name in _OF_A_RUN)
 
 
 def refuse_text(words: list[str]) -> None:

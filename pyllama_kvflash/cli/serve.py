@@ -11,12 +11,12 @@ import click
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import kinds, params
+from pyllama_kvflash.cli.fetch import model_path
+from pyllama_kvflash.cli.kept import default_folder
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Manages, Reads, manages
-from pyllama_kvflash.cli.run import model_path
 from pyllama_kvflash.cli.settings import CACHE_SIZE
-from pyllama_kvflash.cli.warm import default_folder
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.loading import check_file

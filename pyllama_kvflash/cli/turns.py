@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.text import printable
 
 _QUOTED = 24  # characters of a message by which a warning names its turn
 
@@ -15,6 +17,11 @@ class File(NamedTuple):
     name: str
     text: str
     stays: bool
+
+    @property
+    def title(self) -> str:
+        """Its name without folders, as the model reads it: one that is moved is still the same text."""
+        return printable(Path(self.name).name)
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Turn:
 
     def messages(self) -> list[dict[str, str]]:
         """Return it as messages of a conversation."""
-        said = [{"role": "user", "content": "\n\n".join([*(file.text for file in self.files), self.text])}]
+        files = (f"File {file.title}:\n\n{file.text}" for file in self.files)
+        said = [{"role": "user", "content": "\n\n".join([*files, self.text])}]
         return said if self.answer is None else [*said, {"role": "assistant", "content": self.answer}]
 
 

@@ -1,0 +1,63 @@
+"""The text of documents that are not text files: PDF by pypdf, DOCX by python-docx (the extra `documents`)."""
+
+import io
+import zipfile
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+from pyllama_kvflash.errors import UsageError
+
+_PDF, _ZIP, _BODY = b"%PDF-", b"PK\x03\x04", "word/document.xml"
+
+
+def text_of(data: bytes, what: str) -> str | None:
+    """Return the text of a PDF or DOCX; None: it is neither. what: the document, for errors.
+
+    Pages, paragraphs and rows of tables are lines of their own, in the document's order. Raises UsageError if a library is missing, or cannot
+    read it, and if there is no text in it.
+    """
+    if data.startswith(_PDF):
+        return _read(data, what, "a PDF", "pypdf", _pages, "pdftotext")
+    if data.startswith(_ZIP) and _is_docx(data):
+        return _read(data, what, "a DOCX", "docx", _paragraphs, "pandoc -t plain")
+    return None
+
+
+def _read(data: bytes, what: str, kind: str, library: str, parts: Any, tool: str) -> str:
+    instead = f"give its text, as {tool} makes it"
+    try:
+        found = import_module(library)
+    except ImportError:
+        msg = f"{what} is {kind}: install what reads it with pip install 'pyllama-kvflash[documents]', or {instead}"
+        raise UsageError(msg) from None
+    try:
+        text = "\n\n".join(filter(None, (part.strip() for part in parts(found, io.BytesIO(data)))))
+    except Exception as err:  # noqa: BLE001 (whatever a broken document makes a library raise)
+        why = (str(err).strip().splitlines() or [type(err).__name__])[0][:200]
+        msg = f"{what} is {kind} that cannot be read ({why}): {instead}"
+        raise UsageError(msg) from None
+    if not text:
+        msg = f"{what} is {kind} without text, of images perhaps: recognise its text first, as ocrmypdf does"
+        raise UsageError(msg)
+    return text
+
+
+def _pages(pypdf: Any, file: io.BytesIO) -> Iterator[str]:
+    for page in pypdf.PdfReader(file).pages:
+        yield page.extract_text()
+
+
+def _is_docx(data: bytes) -> bool:
+    try:
+        return _BODY in zipfile.ZipFile(io.BytesIO(data)).namelist()
+    except zipfile.BadZipFile:
+        return False
+
+
+def _paragraphs(docx: Any, file: io.BytesIO) -> Iterator[str]:
+    for block in docx.Document(file).iter_inner_content():
+        if hasattr(block, "rows"):
+            yield "\n".join(" | ".join(cell.text.strip() for cell in row.cells) for row in block.rows)
+        else:
+            yield block.text

@@ -1,0 +1,281 @@
+"""A conversation in a terminal: its commands, its answers, and what is read meanwhile."""
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pyllama_kvflash import native
+from pyllama_kvflash.cli.ahead import Ahead
+from pyllama_kvflash.cli.figures import stats_table
+from pyllama_kvflash.cli.kept import Kept
+from pyllama_kvflash.cli.read import read_text
+from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.cli.turns import Conversation, File, Turn, left_out
+from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.errors import DeviceLostError, KVFlashError, NativeError, OutputError, UsageError, counted
+from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
+from pyllama_kvflash.native import Sampling, Tokens
+from pyllama_kvflash.text import n_common
+
+if TYPE_CHECKING:
+    from pyllama_kvflash.chat import ChatTemplate
+
+COMMANDS = """\
+  /file FILE     put a text file, PDF or DOCX before the next message
+  /regen         answer the last message again
+  /undo          take back the last message and its answer, or the last /file after it
+  /system TEXT   replace the system prompt; without TEXT, remove it
+  /context       show how full the context is
+  /save FILE     write the conversation as JSON
+  /clear         begin a new conversation, with the files it began with
+  /stats         show the figures of the last answer
+  /exit          quit"""
+
+_ROOM = 8  # one part of so many of the context is left to an answer, before old turns are left out
+_WORTH = 256  # tokens that are worth reading while a message is typed
+_LOOKING = {"/help", "/context", "/save", "/stats"}  # commands that change nothing
+_QUESTIONS = ("What?", "who", "1.", "é", "(")
+"""Messages that begin in all ways: what is before them is the same for any message."""
+
+
+class Talk:
+    """A conversation: what was said, and a context that holds it."""
+
+    def __init__(
+        self,
+        kv: KVFlash,
+        template: "ChatTemplate",
+        sampling: Sampling,
+        n_predict: int,
+        system: str | None,
+        reporter: Reporter,
+        kept: Kept,
+    ) -> None:
+        self._kv, self._template, self._sampling, self._n_predict = kv, template, sampling, n_predict
+        self._reporter, self._kept = reporter, kept
+        self._ahead = Ahead(kv, reporter, self._has_read, kept.took)
+        self._said = Conversation(system)
+        self._stats: Stats | None = None  # of the last answer
+        self._answered = ""  # of the last answer, so far
+        self._code = 0  # of the last thing that failed
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/file": lambda name: self.add(File(name, text_of(name), stays=False)),
+            "/regen": self._regenerate,
+            "/undo": lambda _: reporter.note(self._said.undo()),
+            "/system": self._replace_system,
+            "/context": self._show_context,
+            "/save": self._save,
+            "/clear": self._clear,
+            "/stats": lambda _: reporter.console.print(stats_table(self._stats or kv.stats())),
+        }
+
+    def add(self, *files: File) -> None:
+        """Put files before the next message."""
+        self._said.waiting += files
+        for file in files:
+            say = self._reporter.detail if file.stays else self._reporter.note
+            say(f"before the next message: {file.name}, {counted(len(file.text), 'character')}")
+
+    def _has_read(self, seconds: float) -> None:
+        self._kept.took(seconds)
+        self._kept.save(self._kv)
+
+    def run(self, lines: Iterator[str], *, typed: bool) -> int:
+        """Answer messages and obey commands until there are no more, or /exit. Return the exit code of the last failure, 0 if
+        there was an answer or no failure. typed: a person types them, and files are read meanwhile.
+        """
+        try:
+            while True:
+                if typed:
+                    self._read_ahead()
+                if (line := next(lines, "/exit")) == "/exit":
+                    return 0 if self._stats else self._code
+                self._take(line)
+        finally:
+            self._ahead.stop()
+            self._kept.save(self._kv)
+            self._kept.say()
+
+    def _take(self, line: str) -> None:
+        """Answer a message, or obey a command."""
+        name, _, rest = line.partition(" ")
+        if name in self._commands:
+            if name not in _LOOKING:
+                self._ahead.stop()
+            try:
+                self._commands[name](rest.strip())
+            except KVFlashError as err:
+                self._failed(err, str(err))
+        elif name.startswith("/") and name[1:].isalpha():
+            self._reporter.warn(f"there is no {name}: there are {', '.join(self._commands)} and /exit")
+        elif self._turn(self._said.turns, Turn(tuple(self._said.waiting), line)):
+            self._said.waiting.clear()
+
+    def _read_ahead(self) -> None:
+        """Begin to read what comes before the next message, whatever that is."""
+        if self._ahead.reads or not self._said.waiting:
+            return
+        try:
+            tokens = self._sure()
+            self._kv.decoder.check_fits(len(tokens), 0)
+            n = self._begin_with(tokens)
+        except KVFlashError as err:
+            self._reporter.warn(str(err))
+            return
+        if len(tokens) - n >= _WORTH:
+            self._reporter.note(f"reading {counted(len(tokens) - n, 'token')} while you type")
+            self._ahead.begin(tokens[n:])
+
+    def _sure(self) -> Tokens:
+        """Return the tokens (n,) int32 that the next message begins with, whatever it says. Raises UsageError."""
+        said, waiting = self._said, tuple(self._said.waiting)
+        first, *others = (
+            self._template.tokens(self._kv.model, said.messages([*said.turns, Turn(waiting, question)]))
+            for question in _QUESTIONS
+        )
+        return first[: min(n_common(first, other) for other in others)]
+
+    def _begin_with(self, tokens: Tokens) -> int:
+        """Leave in the context only what it has in common with tokens, without the last one, or what the prefix cache has of them.
+        Return the number of tokens.
+        """
+        start = time.perf_counter()
+        if n := self._kept.restore(self._kv, tokens):
+            self._reporter.note(
+                f"restored {counted(n, 'token')} in {time.perf_counter() - start:.2f} s from the prefix cache"
+            )
+        return self._kv.keep_common(tokens)
+
+    def _failed(self, err: KVFlashError, what: str) -> None:
+        self._code = err.exit_code
+        self._reporter.warn(what)
+
+    def _help(self, _: str) -> None:
+        self._reporter.note("commands:")
+        self._reporter.console.print(COMMANDS, markup=False)
+
+    def _clear(self, _: str) -> None:
+        self._reporter.note(self._said.clear())
+        if not self._said.waiting:  # else the context has what they begin with
+            self._kv.clear()
+
+    def _regenerate(self, _: str) -> None:
+        self._turn(self._said.turns[:-1], replace(self._said.last(), answer=None))
+
+    def _replace_system(self, text: str) -> None:
+        self._said.system = text or None
+        self._reporter.note("the system prompt is replaced" if text else "the system prompt is removed")
+
+    def _show_context(self, _: str) -> None:
+        kv, said = self._kv, self._said
+        pool = f", a pool of {kv.n_pool:,}" if kv.n_pool else ""
+        files = f"; files: {', '.join(file.name for file in said.files)}" if said.files else ""
+        self._reporter.note(f"{kv.n_tokens:,} of {kv.options.n_ctx:,} tokens{pool}; turns: {len(said.turns)}{files}")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            msg = "/save needs the name of a file: /save talk.json"
+            raise UsageError(msg)
+        messages = self._said.messages(self._said.turns)
+        try:
+            with Path(name).open("x", encoding="utf-8") as file:
+                json.dump(messages, file, ensure_ascii=False, indent=1)
+        except FileExistsError:
+            msg = f"{name} is there already: give another name"
+            raise UsageError(msg) from None
+        except OSError as err:
+            with suppress(OSError):
+                Path(name).unlink()  # a part of it may be there
+            msg = f"{name} cannot be written: {err.strerror}"
+            raise OutputError(msg) from None
+        self._reporter.note(f"messages saved to {name}: {len(messages)}")
+
+    def _turn(self, before: list[Turn], turn: Turn) -> bool:
+        """Answer a message after some turns, and return whether it has an answer. One without leaves the conversation as it
+        was.
+        """
+        answer = self._answered = ""
+        try:
+            with native.interruptible():
+                self._ahead.settle()
+                turns, tokens = self._fitting(before, turn)
+                answer, done = self._answer(tokens)
+        except DeviceLostError as err:
+            self._failed(err, f"{err}; /save FILE keeps the conversation so far")
+            if self._answered:
+                self._said.turns = [*before, replace(turn, answer=self._answered.strip())]
+            return self._answered != ""
+        except NativeError as err:
+            self._kv.clear()  # the state of the context is unknown
+            self._failed(err, str(err))
+            return False
+        except KVFlashError as err:
+            self._failed(err, f"{err}; /clear begins a new conversation{self._said.outcome()}")
+            return False
+        self._reporter.answered(done.stats, done.reason)
+        self._has_read(done.stats.prefill_s)
+        self._kept.say()
+        if not answer and done.reason == "interrupted":
+            return False
+        self._stats = done.stats
+        self._said.turns = [*turns, replace(turn, answer=answer.strip())]
+        return True
+
+    def _fitting(self, turns: list[Turn], turn: Turn) -> tuple[list[Turn], Tokens]:
+        """Return the turns before a new one without so many of the oldest that all fit the context, with room for an answer,
+        and the token ids (n,) int32 of all. Turns with files stay. Raises UsageError if the template refuses them.
+        """
+        n_ctx, turns, without = self._kv.options.n_ctx, list(turns), []
+        while True:
+            tokens = self._template.tokens(self._kv.model, self._said.messages([*turns, turn]))
+            oldest = next((i for i, old in enumerate(turns) if not old.files), None)
+            if oldest is None or len(tokens) <= n_ctx - n_ctx // _ROOM:
+                break
+            without.append(turns.pop(oldest))
+        if without:
+            self._reporter.warn(f"the context of {n_ctx:,} tokens is full: {left_out(without, [*turns, turn])}")
+        return turns, tokens
+
+    def _answer(self, tokens: Tokens) -> tuple[str, Done]:
+        """Read what the context does not have of a conversation, and show the answer as it comes. Return the answer and the
+        last event.
+        """
+        kv, n, sampling = self._kv, self._begin_with(tokens), self._sampling
+        if sampling.seed is None:  # drawn here, so that /stats can show it
+            sampling = replace(sampling, seed=random.getrandbits(31))
+        events = kv.generate(
+            tokens[n:], max_tokens=self._n_predict, sampling=sampling, stop=self._template.stop, append=True
+        )
+        text = ""
+        with self._reporter.prefilling() as bar:
+            for event in events:
+                if isinstance(event, Prefill):
+                    bar(event)
+                elif isinstance(event, Warn):
+                    self._reporter.warn(event.text)
+                elif isinstance(event, Token | Done):
+                    bar.finish()
+                    shown = event.text if text else event.text.lstrip()  # a template may end without a space
+                    text = self._answered = text + shown
+                    click.echo(shown, nl=False)
+                if isinstance(event, Done):
+                    click.echo(nl=not text.endswith("\n"))
+                    return text, event
+        msg = "the engine stopped without a last event"
+        raise AssertionError(msg)
+
+
+def text_of(file: str) -> str:
+    """Return the text of a file that goes before a message. Raises UsageError."""
+    if file in {"", "-"}:
+        msg = "a file is wanted: /file FILE, or -f FILE; stdin has the messages"
+        raise UsageError(msg)
+    return read_text(file).removesuffix("\n")

@@ -1,0 +1,229 @@
+"""`kvflash ask`: questions about files, which are read while they are typed; and what files may be."""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
+
+from support import commands
+from support.commands import RUNTIME, USAGE, check_error, good, invoke
+from support.terminal import Terminal
+
+from pyllama_kvflash.cli import documents, kept
+from pyllama_kvflash.cli.read import read_text
+from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.native import Model
+from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+
+pytestmark = pytest.mark.native
+
+environment = commands.environment
+SMALL = ("-c", "4K", "--kvflash", "1K", "-b", "128", "-t", "1", "--temp", "0", "-n", "5")
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '\n' if m.role == 'assistant' }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def document() -> Any:
+    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
+        return make_prompt(2400, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=3)
+
+
+@pytest.fixture
+def folder(document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two halves of a text with codes, and a template that shows them as they are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    middle = document.text.index("\n", len(document.text) // 2)
+    (tmp_path / "first.txt").write_text(document.text[:middle])
+    (tmp_path / "second.txt").write_text(document.text[middle:])
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def ask(folder: Path, *args: str, text: str | None = None) -> Any:
+    files = (str(folder / name) for name in ("first.txt", "second.txt"))
+    template = ("--chat-template-file", str(folder / "t.jinja"))
+    return good("ask", str(BUNDLED_MODEL), *files, *template, *SMALL, *args, text=text)
+
+
+def test_questions_of_the_command_line(document: Any, folder: Path) -> None:
+    a, b = document.needles[0], document.needles[-1]
+    res = ask(folder, "-p", a.question, "-p", b.question)
+    assert res.stdout.splitlines() == [f"{a.answer}.", f"{b.answer}."]
+    read = [int(n.replace(",", "")) for n in re.findall(r"read ([\d,]+) tokens", res.stderr)]
+    assert read[0] > 2000
+    assert read[1] < 100
+    assert len(res.stderr.splitlines()) == 4, "what runs, and what each answer took"
+
+
+def test_questions_of_a_pipe_and_the_names_of_files(document: Any, folder: Path) -> None:
+    one, saved = document.needles[1], folder / "talk.json"
+    res = ask(folder, text=f"{one.question}\n/save {saved}\n")
+    assert res.stdout.splitlines() == [f"{one.answer}."]
+    said = json.loads(saved.read_text())[0]["content"]
+    assert said.startswith("File first.txt:\n\n")
+    assert "\n\nFile second.txt:\n\n" in said
+
+
+def test_what_was_read_is_kept(document: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_SLOW", 0.0)
+    a, b = document.needles[0], document.needles[-1]
+    assert f"what was read is kept in {folder / 'cache' / 'kvflash' / 'prefix'}" in ask(folder, "-p", a.question).stderr
+    res = ask(folder, "-p", b.question)
+    assert res.stdout == f"{b.answer}.\n"
+    assert "from the prefix cache" in res.stderr
+    assert int(re.findall(r"read ([\d,]+) tokens", res.stderr)[0]) < 100
+    assert "prefix cache" not in ask(folder, "-p", b.question, "--prefix-cache", "off").stderr
+
+
+def test_a_file_is_read_while_a_question_is_typed(document: Any, folder: Path) -> None:
+    """Ctrl-C at the prompt does not stop that."""
+    one = document.needles[2]
+    terminal = Terminal("ask", str(BUNDLED_MODEL), str(folder / "first.txt"), str(folder / "second.txt"), *SMALL)
+    try:
+        terminal.until(r"reading 2,\d\d\d tokens while you type(.|\n)*> ")
+        terminal.press("\x03", "/exit or Ctrl-D leaves(.|\n)*> ")
+        terminal.type("/context\r")
+        terminal.until("files: .*first.txt, .*second.txt")
+        terminal.type(f"{one.question}\r")
+        terminal.until(rf"{one.answer}(.|\n)*kvflash: read \d\d tokens(.|\n)*> ")
+        terminal.type("/exit\r")
+        assert terminal.process.wait(20) == 0
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("command", ["/exit", "/clear", "What?"])
+def test_a_command_comes_while_a_file_is_read(folder: Path, command: str) -> None:
+    """It is stopped, begins anew, or is waited for, until Ctrl-C."""
+    (folder / "long.txt").write_text("Word " * 30_000)
+    terminal = Terminal("ask", str(BUNDLED_MODEL), str(folder / "long.txt"), *SMALL, "-c", "64K")
+    try:
+        terminal.until(r"reading [\d,]+ tokens while you type(.|\n)*> ")
+        terminal.type(f"{command}\r")
+        if command == "/clear":
+            terminal.until(r"a new conversation with .*long.txt(.|\n)*reading [\d,]+ tokens while you type(.|\n)*> ")
+        if command == "What?":
+            terminal.until("reading")
+            terminal.type("\x03")
+            terminal.until("interrupted\r?\n(.|\n)*> ")
+        if command != "/exit":
+            terminal.type("/exit\r")
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.close()
+
+
+def test_a_run_without_a_prompt_is_a_conversation(tmp_path: Path) -> None:
+    terminal = Terminal("run", str(BUNDLED_MODEL), *SMALL)
+    try:
+        terminal.until("context of 4,096 tokens(.|\n)*> ")
+        terminal.type("hello\r")
+        terminal.until("hello(.|\n)*kvflash: read (.|\n)*> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(20) == 0
+    finally:
+        terminal.close()
+    terminal = Terminal("run", str(BUNDLED_MODEL), *SMALL, "-o", str(tmp_path / "out.txt"))
+    try:
+        terminal.until("there is no prompt: give one with")
+        assert terminal.process.wait(20) == USAGE
+    finally:
+        terminal.close()
+
+
+def test_what_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    book = str(folder / "first.txt")
+    check_error(invoke("ask"), USAGE, "there is no model to ask about book.txt")
+    check_error(invoke("ask", book), USAGE, "there is no model to ask about", "kvflash ask model.gguf")
+    check_error(invoke("ask", str(BUNDLED_MODEL)), USAGE, "there is no file to ask about")
+    check_error(invoke("ask", str(BUNDLED_MODEL), str(folder)), USAGE, "cannot be read: Is a directory")
+    check_error(invoke("ask", str(BUNDLED_MODEL), book, "-n", "0"), USAGE, "-n/--predict is 0")
+    res = invoke("ask", str(BUNDLED_MODEL), book, *SMALL, "-c", "256", "-p", "x")
+    assert (res.exit_code, "do not fit the context of 256" in res.stderr) == (USAGE, True)
+    monkeypatch.setenv("LLAMA_ARG_MODEL", str(BUNDLED_MODEL))
+    assert good("ask", book, *SMALL, "-p", "x").stdout, "the model is the environment's"
+    assert invoke("ask", "-m", str(folder / "t.jinja"), book, "-p", "x").exit_code == RUNTIME
+
+
+#
+# documents
+#
+
+
+def pdf(*pages: str) -> bytes:
+    """A PDF of pages with a line each."""
+    n = len(pages)
+    kids = " ".join(f"{3 + 2 * i} 0 R" for i in range(n))
+    objects = ["<< /Type /Catalog /Pages 2 0 R >>", f"<< /Type /Pages /Kids [{kids}] /Count {n} >>"]
+    font = "<< /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>"
+    for i, page in enumerate(pages):
+        drawn = f"BT /F1 12 Tf 72 720 Td ({page}) Tj ET" if page else ""
+        box = "/MediaBox [0 0 612 792]"
+        objects.append(f"<< /Type /Page /Parent 2 0 R {box} /Resources {font} /Contents {4 + 2 * i} 0 R >>")
+        objects.append(f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream")
+    res, places = b"%PDF-1.4\n", []
+    for number, text in enumerate(objects, 1):
+        places.append(len(res))
+        res += f"{number} 0 obj\n{text}\nendobj\n".encode()
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    end = (
+        f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\n"
+    )
+    return res + f"{end}startxref\n{len(res)}\n%%EOF\n".encode()
+
+
+def docx(*parts: str | list[list[str]]) -> bytes:
+    """A DOCX of paragraphs and tables."""
+    document = pytest.importorskip("docx").Document()
+    for part in parts:
+        if isinstance(part, str):
+            document.add_paragraph(part)
+            continue
+        table = document.add_table(len(part), len(part[0]))
+        for row, texts in zip(table.rows, part, strict=True):
+            for cell, text in zip(row.cells, texts, strict=True):
+                cell.text = text
+    file = io.BytesIO()
+    document.save(file)
+    return file.getvalue()
+
+
+def test_documents_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("pypdf")
+    (tmp_path / "a.pdf").write_bytes(pdf("The heir is Ada.", "She lives in Oldbury."))
+    assert read_text(str(tmp_path / "a.pdf")) == "The heir is Ada.\n\nShe lives in Oldbury."
+    (tmp_path / "a.docx").write_bytes(docx("First.", [["name", "age"], ["Ada", "36"]], "Last."))
+    assert read_text(str(tmp_path / "a.docx")) == "First.\n\nname | age\nAda | 36\n\nLast."
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (pdf(""), "is a PDF without text, of images perhaps"),
+        (pdf("x")[:90], "is a PDF that cannot be read"),
+        (b"PK\x03\x04" + bytes(100), "is not UTF-8 text|is binary"),
+    ],
+    ids=["images", "cut off", "another zip"],
+)
+def test_documents_that_cannot_be_read(tmp_path: Path, data: bytes, says: str) -> None:
+    pytest.importorskip("pypdf")
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(UsageError, match=says):
+        read_text(str(tmp_path / "a"))
+
+
+def test_without_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+    (tmp_path / "a.pdf").write_bytes(pdf("x"))
+    monkeypatch.setattr(documents, "import_module", missing)
+    with pytest.raises(
+        UsageError, match=r"is a PDF: install what reads it with pip install 'pyllama-kvflash\[documents\]'"
+    ):
+        read_text(str(tmp_path / "a.pdf"))
