@@ -16,7 +16,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 import click
 import starlette.applications
-from support import commands, drafters, needles, real, tiny
+from support import commands, documents, drafters, needles, real, tiny
 from support.pages import IDS, PAGES, ROOT, fences
 
 from pyllama_kvflash import Options, Sampling
@@ -269,8 +269,9 @@ def folder(model: Path, needle_path: Path, tmp_path_factory: pytest.TempPathFact
     tiny.write_worded(res / "moe.gguf", "qwen3moe", tiny.MODELS["qwen3moe"])
     drafters.write_drafter("dense", res / "drafter")
     text = needles.document(600, seed=1).text
-    for name in ("book", "long", "a", "b", "one", "two", "story", "half-a-story"):
+    for name in ("book", "long", "a", "b", "one", "two", "story", "half-a-story", "report", "minutes"):
         (res / f"{name}.txt").write_text(text)
+    (res / "report.pdf").write_bytes(documents.pdf(text[:60].partition("(")[0]))
     (res / "questions.txt").write_text("Who is the heir?\nWhere does it end?\n")
     return res
 
@@ -303,7 +304,7 @@ def test_a_command_runs_as_it_is_written(line: Line, folder: Path, shell_environ
             if "kvflash serve" in line.text:
                 assert any(said == "kvflash: ready\n" for said in process.stderr or ()), "it becomes ready"
                 os.killpg(process.pid, signal.SIGTERM)
-            out, err = process.communicate("Hello\n" if "kvflash chat" in line.text else "", timeout=300)
+            out, err = process.communicate("Hello\n" if re.search("kvflash (ask|chat)", line.text) else "", timeout=300)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

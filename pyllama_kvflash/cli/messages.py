@@ -18,7 +18,7 @@ _PASTE_SECONDS = 0.03  # within this time the next line of a paste is there
 
 def is_typed() -> bool:
     """Return whether a person types, and sees the answers."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def messages(reporter: Reporter) -> Iterator[str]:
