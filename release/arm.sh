@@ -71,14 +71,16 @@ wheel)
     ;;
 test)
     wheel=$(ls dist/*_aarch64.whl)
-    $python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --force-reinstall \
+    [ "$root/tests/installed" -nt "$wheel" ] || $python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
         --target "$root/tests/lib/python3.11/site-packages" --only-binary :all: --python-version 3.11 --abi abi3 \
         $(platforms) "$wheel"
-    env=(KVFLASH_WHEEL="$wheel" PYTHONPATH=/src/tests PYTHONSAFEPATH=1 QEMU_CPU="${QEMU_CPU:-max}")
-    inside $tests -m pytest "${@:2}"
+    touch "$root/tests/installed"
+    env=(KVFLASH_WHEEL="$wheel" KVFLASH_TEST_THREADS=1 PYTHONPATH=/src/tests:/src/release PYTHONSAFEPATH=1 QEMU_CPU="${QEMU_CPU:-cortex-a72}")
+    env+=(KVFLASH_NIGHTLY="${KVFLASH_NIGHTLY:-HEAD}" KVFLASH_ARM_LIMIT="${KVFLASH_ARM_LIMIT:-0}")
+    inside $tests -m pytest -p arm_limit -o faulthandler_timeout=0 "${@:2}"
     ;;
 sh)
-    env=(PYTHONPATH=/src/tests QEMU_CPU="${QEMU_CPU:-max}")
+    env=(KVFLASH_TEST_THREADS=1 PYTHONPATH=/src/tests QEMU_CPU="${QEMU_CPU:-cortex-a72}")
     inside "${@:2}"
     ;;
 *)
