@@ -120,6 +120,15 @@ def test_files_of_a_release_come_from_jobs_before_it() -> None:
     assert yaml.safe_load(WORKFLOWS["release"])[True] == {"push": {"tags": ["v*"]}}, "YAML reads `on` as true"
 
 
+def test_each_machine_builds_its_wheel_and_a_release_does_without_what_was_never_tried() -> None:
+    wheel = jobs("release")["wheel"]
+    found = {each["name"]: each["experimental"] for each in wheel["strategy"]["matrix"]["include"]}
+    assert found == {"x86-64": False, "aarch64": False, "macos": True}
+    assert wheel["continue-on-error"] == "${{ matrix.experimental }}"
+    [upload] = [s for s in wheel["steps"] if s.get("uses", "").startswith("actions/upload-artifact@")]
+    assert upload["with"]["name"] == "wheel-${{ matrix.name }}", "two artifacts of one name are an error"
+
+
 def test_only_who_publishes_may_write_and_pypi_is_off() -> None:
     for name, text in WORKFLOWS.items():
         assert yaml.safe_load(text)["permissions"] == {"contents": "read"}, name

@@ -59,6 +59,28 @@ def test_a_wheel_of_a_gpu_has_its_backend(make_wheel: ModuleType, tmp_path: Path
     make_wheel.check(write(tmp_path / name, make_wheel.needed(name)))
 
 
+@pytest.mark.parametrize(
+    ("tag", "library", "module"),
+    [
+        ("manylinux_2_35_x86_64", "libllama.so", "libggml-cpu-x64.so"),
+        ("manylinux_2_35_aarch64", "libllama.so", "libggml-cpu-armv8.0_1.so"),
+        ("macosx_14_0_arm64", "libllama.dylib", "libggml-cpu-apple_m1.so"),
+    ],
+)
+def test_a_wheel_is_judged_by_its_own_machine(
+    make_wheel: ModuleType, tmp_path: Path, tag: str, library: str, module: str
+):
+    name = f"pyllama_kvflash-0.1.0-cp311-abi3-{tag}.whl"
+    names = make_wheel.needed(name)
+    assert {f"pyllama_kvflash/native/{file}" for file in (library, module)} <= names
+    make_wheel.check(write(tmp_path / name, names))
+
+
+def test_a_machine_that_nobody_knows_is_named(make_wheel: ModuleType):
+    with pytest.raises(make_wheel.WheelError, match="is for none of x86_64, aarch64, arm64: add the machine"):
+        make_wheel.needed(GOOD.replace(MACHINE, "riscv64"))
+
+
 @pytest.mark.parametrize("tag", ["cp311-cp311-manylinux_2_34", "cp311-abi3-linux", "cp311-abi3-musllinux_1_2"])
 def test_a_wheel_for_this_machine_alone_is_refused(make_wheel: ModuleType, tmp_path: Path, tag: str):
     with pytest.raises(make_wheel.WheelError, match="is not tagged"):

@@ -41,7 +41,9 @@ def build_kernels(folder: Path, changes: Mapping[str, Callable[[str], str]] = Ma
             text = text.replace(old, new)
         (folder / source.name).write_text(changes.get(source.name, str)(text))
     options = ["-std=c++17", "-O2", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-fPIC", "-shared"]
-    options.append("-ffp-contract=off")  # GCC would make one operation of __fmul_rn() and __fadd_rn(), where the processor has it
+    options.append(
+        "-ffp-contract=off"
+    )  # GCC would make one operation of __fmul_rn() and __fadd_rn(), where the processor has it
     ours = Path(
         str(import_module("pyllama_kvflash.native._kvflash").__file__)
     ).parent  # the loader has the library of this name already
