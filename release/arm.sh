@@ -3,7 +3,7 @@
 #
 #     release/arm.sh setup               # compilers, qemu, and a small Debian for ARM in $KVFLASH_ARM_ROOT; some minutes
 #     release/arm.sh wheel               # dist/*_aarch64.whl
-#     release/arm.sh test tests/test_products.py ...   # pytest's words; QEMU_CPU=cortex-a72 or another processor
+#     release/arm.sh test [PYTEST...]    # on the wheel. QEMU_CPU chooses a processor; see arm_limit.py for KVFLASH_ARM_LIMIT
 #     release/arm.sh sh COMMAND          # a command there; this clone is /src
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,7 +27,7 @@ inside() {
     mkdir -p "$root/src"
     mounted proc -t proc proc
     mounted dev --rbind --make-rslave /dev
-    mounted src --bind "$PWD"
+    [ "$root/src" -ef . ] || { umount "$root/src" 2>/dev/null || true; mount --bind "$PWD" "$root/src"; } # or another clone's
     chroot "$root" /usr/bin/env -i HOME=/root PATH=/tests/bin:/usr/bin:/bin LANG=C.UTF-8 "${env[@]}" /bin/sh -c 'cd /src && exec "$@"' sh "$@"
 }
 
@@ -41,13 +41,14 @@ platforms() {
 
 case ${1:-help} in
 setup)
-    apt-get install -y --no-install-recommends debootstrap g++-aarch64-linux-gnu qemu-user-static
+    apt-get install -y --no-install-recommends debootstrap debian-archive-keyring g++-aarch64-linux-gnu qemu-user-static
     registered
     [ -e "$root/usr/include/python3.11" ] || debootstrap --variant=minbase --arch=arm64 \
         --include=python3,python3-venv,python3-dev,ca-certificates,git,g++,procps bookworm "$root"
     cp /etc/resolv.conf "$root/etc/"
     [ -e "$root$tests" ] || { env=(); inside python3 -m venv --without-pip /tests; }
     make .venv/.tools
+    mkdir -p build
     # what the tests need. this machine's pip takes seconds, and that under qemu many minutes
     $python - <<'END' > build/arm-requirements.txt
 import tomllib
@@ -84,7 +85,7 @@ sh)
     inside "${@:2}"
     ;;
 *)
-    sed -n 's/^# \{0,1\}//p' "$0" | head -n 6
+    sed -n 's/^# \{0,1\}//p' "$0" | sed 1d | head -n 6
     exit 2
     ;;
 esac
