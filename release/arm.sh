@@ -75,6 +75,9 @@ test)
     [ "$root/tests/installed" -nt "$wheel" ] || $python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
         --target "$root/tests/lib/python3.11/site-packages" --only-binary :all: --python-version 3.11 --abi abi3 \
         $(platforms) "$wheel"
+    # pip puts commands of a --target elsewhere
+    printf '#!%s\nimport sys\nfrom pyllama_kvflash.__main__ import main\nsys.exit(main())\n' $tests > "$root/tests/bin/kvflash"
+    chmod +x "$root/tests/bin/kvflash"
     touch "$root/tests/installed"
     env=(KVFLASH_WHEEL="$wheel" KVFLASH_TEST_THREADS=1 PYTHONPATH=/src/tests:/src/release PYTHONSAFEPATH=1 QEMU_CPU="${QEMU_CPU:-cortex-a72}")
     env+=(KVFLASH_NIGHTLY="${KVFLASH_NIGHTLY:-HEAD}" KVFLASH_ARM_LIMIT="${KVFLASH_ARM_LIMIT:-0}")
