@@ -1,8 +1,10 @@
 """What `kvflash run` says of its memory, and what it takes as the system sees it: RAM as /usr/bin/time -v, GPUs as nvidia-smi.
 
     python bench/peak.py model.gguf long.txt -c 16K --pools auto 1K off
+    python bench/peak.py model.gguf long.txt -c 4K --slots 4
 
-Each pool with a short prompt and with the long one.
+Each pool with a short prompt and with the long one. With slots: the server, whose clients have a part of the text each, all at once, and fill
+their contexts.
 """
 
 import argparse
@@ -12,6 +14,9 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -53,6 +58,43 @@ def at_most(name: str, text: str) -> float | None:
     return float(found[1]) * (1024 if found[2] == "GiB" else 1) if found else None
 
 
+def served(command: list[str], texts: list[str]) -> tuple[str, int]:
+    """Start a server, and have it answer each text. Return what it said first, and the most RAM that it took, in MiB."""
+    said = url = ""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stderr or ():
+                said += line
+                if address := re.search(r"http://[\d.:]+", line):
+                    url = f"{address[0]}/v1/completions"
+                if line.endswith("ready\n"):
+                    break
+            else:  # it ended before it was ready
+                sys.exit(said)
+            with ThreadPoolExecutor(len(texts)) as clients:
+                list(clients.map(lambda text: ask(url, text), texts))
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        finally:
+            process.terminate()
+    found = re.search(r"VmHWM:\s*(\d+)", status)
+    return said, int(found[1]) // 1024 if found else 0
+
+
+def ask(url: str, text: str) -> None:
+    """Have a server write a few tokens after a text, cut to its context."""
+    while True:
+        body = json.dumps({"prompt": text, "max_tokens": 16, "temperature": 0}).encode()
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request) as answer:
+                answer.read()
+            return
+        except urllib.error.HTTPError:  # it does not fit
+            text = text[: len(text) * 19 // 20]
+        else:
+            return
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -60,14 +102,52 @@ def main() -> None:
     parser.add_argument("file", help="a text of nearly the context")
     parser.add_argument("-c", "--ctx-size", default="16K")
     parser.add_argument("--pools", nargs="+", default=["auto", "1K", "off"])
-    parser.add_argument("options", nargs="*", help="more options of `kvflash run`, after --")
-    args = parser.parse_args()
+    parser.add_argument("--slots", type=int, default=0, help="measure `kvflash serve -np N`")
+    args, options = parser.parse_known_args()  # others are the command's
     script = str(SCRIPT if SCRIPT.exists() else which("kvflash"))
     rows = []
+    if args.slots:
+        text = Path(args.file).read_text()
+        texts = [text[i * len(text) // args.slots :][: len(text) // args.slots] for i in range(args.slots)]
+        for pool in args.pools:
+            command = [
+                script,
+                "serve",
+                args.model,
+                "-np",
+                str(args.slots),
+                "-c",
+                args.ctx_size,
+                "--kvflash",
+                pool,
+                "--port",
+                "0",
+                "-v",
+            ]
+            said, ram = served([*command, *options], texts)
+            most = at_most("RAM", said) or 0
+            rows.append([pool, f"{most:,.0f}", f"{ram:,}", f"{100 * most / ram - 100:+.1f}"])
+            print(*rows[-1], sep=" | ", flush=True)
+        table = markdown(["--kvflash", "RAM at most", "RAM measured", "%"], rows)
+        print(f"\n{machine()}, {args.slots} slots, context {args.ctx_size} each; MiB\n\n{table}")
+        return
     for prompt, given in (("short", ["-p", "Say hello."]), ("long", ["-f", args.file])):
         for pool in args.pools:
-            command = [script, "run", args.model, *given, "-c", args.ctx_size, "--kvflash", pool, "-n", "64", "--json"]
-            result, said, ram, gpu = taken([*command, "--temp", "0", "-s", "1", *args.options])
+            command = [
+                script,
+                "run",
+                args.model,
+                *given,
+                "-c",
+                args.ctx_size,
+                "--kvflash",
+                pool,
+                "-n",
+                "64",
+                "--json",
+                "-v",
+            ]
+            result, said, ram, gpu = taken([*command, "--temp", "0", "-s", "1", *options])
             stats = result["stats"]
             peak, known = stats["peak_bytes"] / 2**20, stats["gpu_bytes"] / 2**20
             cells = [f"{at_most('RAM', said) or 0:,.0f}", f"{peak:,.0f}", f"{ram:,}", f"{100 * peak / ram - 100:+.1f}"]

@@ -5,6 +5,7 @@ Files lie in the Hub's own cache. huggingface_hub is imported when it is needed.
 
 import errno
 import io
+import os
 import re
 import threading
 import warnings
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyllama_kvflash.errors import KVFlashError, ModelError, UsageError
-from pyllama_kvflash.gguf_header import SPLIT, parts
+from pyllama_kvflash.gguf_header import SPLIT, Header, parts
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")  # llama.cpp's
 
@@ -30,6 +31,7 @@ _NO_MODEL = re.compile(r"(?i:mmproj|imatrix)|(?:mtp|eagle3|dflash|dspark)-")  # 
 _TAG = re.compile(
     r"(?<![^\W_])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?(?:16|32)|(?:MX|NV)FP4\w*))(?=[-./]|$)", re.IGNORECASE
 )
+_HEADER = 8 << 20  # bytes of a file that are asked for at first: most vocabularies take less
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _UNREACHABLE = {
@@ -150,6 +152,50 @@ def fetch(wanted: Wanted, progress: Progress | None = None, note: Note = lambda 
         raise
     except Exception as err:  # noqa: BLE001 (from the library, from what carries its requests, and from the system)
         return _instead(wanted, err, note)
+
+
+def outline(wanted: Wanted, folder: Path, note: Note = lambda _: None) -> Path:
+    """Return a model's file with its header alone: the tensors are a hole as large as they are. It is for a look at a model (no_alloc) that
+    was not downloaded; a downloaded one is returned instead.
+
+    folder: where the files are written, all parts of a split one. Raises UsageError and ModelError.
+    """
+    hub = library()
+    if wanted.offline or _constants().HF_HUB_OFFLINE:
+        return _offline(wanted, note)
+    try:
+        with _tamed(note):
+            names = _chosen(hub, wanted, note)
+            if (there := _cached(wanted)) is not None and there.as_posix().endswith(f"/{names[0]}"):
+                return there
+            for name in names:
+                _write_header(hub, hub.hf_hub_url(wanted.repo, name, revision=wanted.revision), folder / _base(name))
+    except KVFlashError:
+        raise
+    except Exception as err:  # noqa: BLE001 (as in fetch)
+        return _instead(wanted, err, note)
+    return folder / _base(names[0])
+
+
+def _write_header(hub: Any, url: str, path: Path) -> None:
+    """Write the header of a file of the Hub by ranges, twice as much each time, and make the file as large as it is there."""
+    found = hub.get_hf_file_metadata(url)
+    size, n = int(found.size), _HEADER
+    while True:
+        given = {**hub.utils.build_hf_headers(), "Range": f"bytes=0-{min(n, size) - 1}"}
+        answer = hub.utils.get_session().get(found.location, headers=given)
+        answer.raise_for_status()
+        path.write_bytes(answer.content[:n])
+        try:
+            Header.read(path)
+            break
+        except EOFError:
+            if n >= size:  # the file itself ends too early: opening it says so
+                return
+        except ValueError:
+            return
+        n *= 2
+    os.truncate(path, size)
 
 
 def snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:

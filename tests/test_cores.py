@@ -105,7 +105,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-SAYS = "threads wait for a core 50 % of the time, as beside another busy program: `n_threads` is 2, and a smaller one decodes faster then"
+SAYS = "threads wait for a core 50 % of the time, as beside another busy program: `n_threads` is 2, and a smaller one is faster then"
 
 
 def test_a_run_warns_once(crowded: list[int]) -> None:
@@ -114,6 +114,12 @@ def test_a_run_warns_once(crowded: list[int]) -> None:
             events = kv.generate("a", max_tokens=3 * N_STEPS, sampling=GREEDY)
             assert [e for e in events if isinstance(e, Warn)] == said
     assert len(crowded) == 2
+
+
+def test_a_prompt_warns_while_it_is_read(crowded: list[int]) -> None:
+    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, n_threads=2, n_ubatch=64) as kv:
+        events = list(kv.prefill(kv.tokenize("a " * 200)))
+    assert [i for i, e in enumerate(events) if e == Warn(SAYS)] == [2], "after the second batch"
 
 
 def test_answers_that_are_decoded_together_warn(crowded: list[int]) -> None:

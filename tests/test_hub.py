@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -256,6 +257,37 @@ def test_run(fake: Hub, environ: dict[str, str]) -> None:
     res = good(environ, "run", "-hf", "test/needle:Q8_0", *args)
     assert res.stderr == ""
     assert res.stdout == good(environ, "run", str(BUNDLED_MODEL), *args).stdout
+
+
+def test_a_plan_downloads_the_header_alone(fake: Hub, environ: dict[str, str]) -> None:
+    """By ranges, twice as much each time; what was downloaded is not asked for. The command that it prints downloads the model."""
+    script = "from pyllama_kvflash import hub, cli; hub._HEADER = 1 << 16; cli.main()"
+    plan = ("plan", "-hf", "test/needle:Q8_0", "--memory", "8G", "-c", "16K")
+
+    def planned() -> str:
+        res = subprocess.run(
+            [sys.executable, "-c", script, *plan],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        assert res.returncode == 0, res.stderr
+        assert "kvflash run -hf test/needle:Q8_0 -f long.txt -c 16K" in res.stdout
+        return res.stdout
+
+    found = planned()
+    ranges = [part for method, path, part in fake.asked if method == "GET" and path.endswith(".gguf")]
+    assert ranges[:2] == ["bytes=0-65535", "bytes=0-131071"]
+    assert int(str(ranges[-1]).partition("-")[2]) < len(BUNDLED_MODEL.read_bytes()) // 2
+    good(environ, "inspect", "-hf", "test/needle:Q8_0")
+    fake.asked.clear()
+    assert [line for line in planned().splitlines() if "RAM" not in line] == [
+        line for line in found.splitlines() if "RAM" not in line
+    ]
+    assert not [path for method, path, _ in fake.asked if method == "GET" and path.endswith(".gguf")]
+    assert "there is no such" not in found
 
 
 def test_a_file_goes_before_the_quant(fake: Hub, environ: dict[str, str]) -> None:

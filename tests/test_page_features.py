@@ -14,6 +14,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("uvicorn")
 pytest.importorskip("selenium")
 
+from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
 from support import browser, serving
 from support.browser import Page, needs_browser, stream
@@ -479,3 +480,16 @@ def test_several_files_and_the_text_of_a_pdf(page: Page, tmp_path: Path) -> None
     page.until(lambda: page.texts(".user .files pre") == ["Call me Ishmael."])
     page.said("Yes.", "And?")
     assert page.asked()[0]["messages"][0]["content"] == whole
+
+
+def test_the_panel_is_folded_where_there_is_no_pool(driver: Chrome) -> None:
+    """Until it is opened, which lasts."""
+    with Running(pool="off") as running:
+        page = Page(driver, running.url)
+        page.open()
+        page.until(lambda: "folded" in page.driver.execute_script("return document.body.className"))
+        page.one("#pool-open").click()
+        page.driver.refresh()
+        page.until(lambda: page.text("#model"))  # it knows the server
+        page.until(lambda: "folded" not in page.driver.execute_script("return document.body.className"))
+        page.driver.execute_script("localStorage.clear()")

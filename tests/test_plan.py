@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 
 def planned(*args: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(good("plan", "--json", "--ram", "8G", *args).stdout)
+    found: dict[str, Any] = json.loads(good("plan", "--json", "--ram", "8G", "--headroom", "0", *args).stdout)
     return found
 
 
@@ -75,6 +75,9 @@ def test_what_is_expected_was_measured() -> None:
     }.items():
         at = next(row for row in results[name] if f"{uncoded[0]}" in row)
         assert [at[0], at[1], at[3]] == [f"{rate:.1f}" for rate in uncoded]
+    cpu = rows((RESULTS / "cpu.md").read_text())
+    for kind, name in (("f16", "full cache, f16"), ("pool", "pool 4,096, f16, `fresh`, `4`")):
+        assert cpu[name][0] == [f"{rate:.1f}" for rate in expected.CPU_DECODE[kind]]
     least, most = expected.LOSSLESS
     assert (
         f"Of the full f16 cache's speed lossless decoding has {least} to {most}"
@@ -182,7 +185,7 @@ def test_a_pool_has_the_most_bits_that_fit() -> None:
         assert (pool["options"]["coarse"], pool["fits"]) == (bits, True)
         assert f"--kvflash-coarse {bits}" in pool["command"]
         label = f"pool {pool['n_pool'] // 1024}K, f16" + ("" if bits == "off" else f", {bits} bits")
-        assert label in good("plan", *args).stdout
+        assert label in good("plan", "--headroom", "0", *args).stdout
         assert any(need["coarse"] for need in pool["needs"]) == (bits != "off")
         lossless = next(way for way in planned(*args)["ways"] if way["options"].get("mode"))
         assert lossless["options"]["coarse"] == bits
@@ -212,11 +215,14 @@ def test_the_command_runs(tmp_path: Path) -> None:
         _, *command = shlex.split(way["command"].replace("long.txt", shlex.quote(str(text))))
         stats = json.loads(good(*command, "-n", "2", "--json").stdout)["stats"]
         assert (stats["n_pool"], stats["n_ctx"]) == (way["n_pool"], 65_536)
-        assert shlex.split(good("plan", "--memory", memory, "-c", "64K").stdout.splitlines()[-1])[1:3] == command[:2]
+        assert (
+            shlex.split(good("plan", "--headroom", "0", "--memory", memory, "-c", "64K").stdout.splitlines()[-1])[1:3]
+            == command[:2]
+        )
 
 
 def test_text_names_each_way_and_marks_the_one_to_take() -> None:
-    out = good("plan", "--memory", too_small_for_q8_0("128K"), "--ram", "8G", "-c", "128K").stdout
+    out = good("plan", "--headroom", "0", "--memory", too_small_for_q8_0("128K"), "--ram", "8G", "-c", "128K").stdout
     words = (
         "full, f16",
         "full, q4_0",
@@ -235,7 +241,7 @@ def test_text_names_each_way_and_marks_the_one_to_take() -> None:
     [
         (
             ("--memory", "100M"),
-            ("nothing fits: at the least GPU lacks ", "smaller quantisation", "`kvflash run -ngl N`"),
+            ("nothing fits: at the least GPU lacks ", "smaller quantisation"),
         ),
         (("--memory", "8G", "--ram", "1M"), ("nothing fits: ", "RAM lacks")),
         (("--memory", "lots"), ("'lots' is not a size",)),
@@ -245,13 +251,56 @@ def test_text_names_each_way_and_marks_the_one_to_take() -> None:
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(args: tuple[str, ...], words: tuple[str, ...]) -> None:
-    err = bad(2, "plan", "-c", "128K", *args)
+    err = bad(2, "plan", "-c", "128K", "--headroom", "0", *args)
     assert all(word in err for word in words), err
 
 
+def test_without_a_gpu(tmp_path: Path) -> None:
+    """A pool is faster for what it cannot hold; where its RAM is missing, the full cache."""
+    path = tmp_path / "8b.gguf"
+    write_outline(SHAPES["8b"], path)
+    for context, ram, kind in (("32K", "16G", "pool"), ("4K", "16G", "f16"), ("32K", "8G", "q8_0")):
+        found = planned(str(path), "--memory", "0", "--ram", ram, "-c", context)
+        assert found["gpu"] == 0
+        assert found["ways"][found["best"]]["kind"] == kind
+        assert all(way["gpu_bytes"] == 0 for way in found["ways"])
+        assert not any("kv_offload" in way["command"] or "-ngl" in way["command"] for way in found["ways"])
+    out = good("plan", str(path), "--memory", "0", "--ram", "16G", "-c", "32K").stdout
+    assert "no GPU, 16.0 GiB of RAM" in out
+    assert "on the same CPU" in out
+    speeds = [expected.cpu_speed("pool", n) or 0 for n in expected.CPU_CONTEXTS]
+    assert speeds == sorted(speeds)
+
+
 @pytest.mark.skipif(any(d.gpu for d in devices()), reason="there is a GPU")
-def test_without_a_gpu_a_card_must_be_named() -> None:
-    assert "this machine has no GPU to plan for: give a card's memory, such as --memory 12G" in bad(2, "plan")
+def test_this_machine_is_planned_for() -> None:
+    assert ", no GPU, " in good("plan", "-c", "8K").stdout
+
+
+def test_layers_are_left_to_the_cpu_where_a_card_is_too_small(tmp_path: Path) -> None:
+    """As few as possible; with what they have of all that the model takes."""
+    path = tmp_path / "8b.gguf"
+    write_outline(SHAPES["8b"], path)
+    found = planned(str(path), "--memory", "4G", "--ram", "32G", "-c", "32K")
+    way = found["ways"][found["best"]]
+    (n,) = re.findall(r" -ngl (\d+)", way["command"])
+    assert " -ub 128 " in way["command"]
+    assert way["layers_on_cpu"] == SHAPES["8b"].n_layer + 1 - int(n)
+    assert way["answers"] == "as good as q8_0"
+    assert 0.9 * 4 * GIB < way["gpu_bytes"] <= 4 * GIB
+    all_on_gpu = ways(planned(str(path), "--memory", "64G", "--ram", "32G", "-c", "32K", "-ub", "128"))["q8_0"]
+    assert sum(need["weights"] for need in way["needs"]) == sum(need["weights"] for need in all_on_gpu["needs"])
+    assert (
+        f"-ngl {n}" in good("plan", str(path), "--headroom", "0", "--memory", "4G", "--ram", "32G", "-c", "32K").stdout
+    )
+    assert not any("-ngl" in way["command"] for way in planned(str(path), "--memory", "12G", "-c", "32K")["ways"])
+
+
+def test_a_desktop_takes_a_part_of_a_card() -> None:
+    head = good("plan", "--memory", "4G", "-c", "32K").stdout.splitlines()[0]
+    assert "a GPU with 3.5 GiB (0.5 GiB more for other programs)" in head
+    assert "a GPU with 4.0 GiB, " in good("plan", "--memory", "4G", "-c", "32K", "--headroom", "0").stdout
+    assert "--headroom leaves nothing of it" in bad(2, "plan", "--memory", "500M", "-c", "32K")
 
 
 def test_experts_may_stay_on_the_host(tmp_path: Path) -> None:
@@ -284,9 +333,7 @@ def test_one_may_pretend_within_pretending() -> None:
 
 
 def test_the_least_far_is_taken_of_what_fits() -> None:
-    """A pool in f16 with codes of 4 bits rather than a full q8_0 cache, that rather than other pools, codes rather than none, and never RAM
-    where there is another.
-    """
+    """A pool in f16 with codes of 4 bits rather than a full q8_0 cache, that rather than other pools, codes rather than none, and never RAM."""
     n_ctx = 131_072
 
     def offer(kind: str, type_k: str, n_pool: int | None = None, bits: str = "4") -> Offer:
@@ -301,9 +348,11 @@ def test_the_least_far_is_taken_of_what_fits() -> None:
         offer("pool", "f16", 16_384, "2"),
     )
     ranked = [f16, best_pool, q8, large, few, offer("pool", "q8_0", 4096), offer("pool", "f16", 2048)]
-    ranked += [offer("pool", "f16", 16_384, "off"), ram]
+    moved = [replace(offer("pool", "q8_0", 16_384), n_on_cpu=n) for n in (3, 4)]
+    ranked += [*moved, replace(offer("pool", "f16", 16_384, "2"), n_on_cpu=1), offer("pool", "f16", 16_384, "off")]
     for i, wanted in enumerate(ranked):
-        assert best([q4, *ranked[:i:-1], wanted], n_ctx) is wanted
+        assert best([q4, ram, *ranked[:i:-1], wanted], n_ctx) is wanted
+    assert best([q4, ram], n_ctx) is None
     same = [offer("pool", kind, 4096) for kind in ("f16", "q8_0")]
     assert best(same, n_ctx) is same[0], "neither was measured"
 

@@ -112,7 +112,7 @@ class Asked:
         options.clear()
         options.update(resolved)
         if options["pool"] != "off":
-            options["snapshots"] = kept.expect(sum(len(file.text) for file in texts))
+            options["snapshots"] = kept.expect(sum(len(file.text) for file in texts), options["n_ctx"])
         lines = iter(questions) if questions else messages(reporter)
         return cls(texts, system, n_predict, sampling, source, kept, lines, not questions and is_typed())
 

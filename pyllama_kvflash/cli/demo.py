@@ -19,6 +19,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 
+_TOKENS = 16_384
 HELP = """Run a long prompt through a pool, and then with the full cache.
 
 Writes a text with secret codes hidden at even depths, lets the bundled needle-7m read it, and asks for every code. A pool
@@ -36,7 +37,7 @@ that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answ
 
 
 @click.command(cls=Command, help=HELP, short_help="A long prompt, full cache against pool.")
-@click.option("--tokens", type=kinds.TokenCount(), default=16384, show_default=True, help="Length of the text.")
+@click.option("--tokens", type=kinds.TokenCount(), default=_TOKENS, show_default=True, help="Length of the text.")
 @click.option("--kvflash", "pool", type=kinds.TokenCount(), default=2048, show_default=True, help="Pool in tokens.")
 @click.option("--needles", type=int, default=16, show_default=True, help="Codes to hide, and to ask for.")
 @click.option("-s", "--seed", type=int, default=1, show_default=True, help="Number of the text.")
@@ -80,7 +81,8 @@ def demo(
         click.echo(json.dumps(_as_dict(prompt, runs)))
         return
     _print(prompt, at, runs)
-    hint = "" if output else "kvflash demo -o codes.txt  keeps the text, then  "
+    same = f"{'' if tokens == _TOKENS else f' --tokens {tokens}'}{'' if seed == 1 else f' -s {seed}'}"
+    hint = "" if output else f"kvflash demo -o codes.txt{same}  keeps the text, then  "
     click.echo(f"\nTry it:  {hint}kvflash run -f {output or 'codes.txt'} --kvflash {pool} -n 8 --temp 0")
 
 

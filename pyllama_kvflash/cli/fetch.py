@@ -1,6 +1,9 @@
 """Find the model that a command line names, and its file: on this machine, or on the Hugging Face Hub."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 from click.core import ParameterSource
@@ -19,7 +22,7 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import reads
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.files import model_parts
-from pyllama_kvflash.hub import Wanted, fetch
+from pyllama_kvflash.hub import Wanted, fetch, outline
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 
@@ -58,6 +61,23 @@ def model_path(argument: str | None, option: str | None, reporter: Reporter) -> 
     )
     reads("the bundled model", BUNDLED_MODEL)
     return BUNDLED_MODEL
+
+
+@contextmanager
+def outlined(argument: str | None, option: str | None, reporter: Reporter) -> Iterator[tuple[Path, list[str]]]:
+    """Find a model to look at: of one on the Hub that was not downloaded, the header alone. Gives its file, which may be gone afterwards, and
+    the words that name it on a command line. Raises as model_path().
+    """
+    wanted = named_model(argument, option)
+    if not isinstance(wanted, Wanted):
+        path = model_path(argument, option, reporter)
+        yield path, [str(path)]
+        return
+    file = ["-hff", wanted.file] if wanted.file else []
+    with TemporaryDirectory(prefix="kvflash-") as folder:
+        path = outline(wanted, Path(folder), reporter.note)
+        reads("the model", *model_parts(path))
+        yield path, ["-hf", str(wanted), *file]
 
 
 def located(model: str | Wanted, reporter: Reporter) -> Path:

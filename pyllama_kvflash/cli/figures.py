@@ -28,18 +28,24 @@ def heading(kv: KVFlash) -> list[str]:
     o, s = kv.options, kv.stats()
     each = f", for each of {o.n_parallel} answers at once" if o.n_parallel > 1 else ""
     head = f"{kv.model.description}, a context of {o.n_ctx:,} tokens{each}"
-    on_gpu = sum(need.kv + need.coarse + need.panes for need in kv.memory if need.gpu)
+    on_gpu = sum(need.kv + need.coarse + need.panes + need.states for need in kv.memory if need.gpu)
+    in_ram = sum(need.kv + need.coarse + need.panes + need.states for need in kv.memory if not need.gpu)
+    types = o.type_k if o.type_k == o.type_v else f"{o.type_k}/{o.type_v}"
     if kv.n_pool is None:
-        return [head, f"full cache in {o.type_k}: {about(s.kv_device_bytes)} of {'the GPU' if on_gpu else 'RAM'}"]
+        places = [
+            *([f"{about(on_gpu)} of the GPU"] if on_gpu else []),
+            *([f"{about(in_ram)} of RAM"] if in_ram else []),
+        ]
+        return [head, f"full cache in {types}: {' and '.join(places)}"]
     room = kv.pager.guests
     rest = f", and all else by {room.form}" if room else ""
     lossless = ", each token checked against the full cache" if o.lossless else ""
     n_records = sum(need.records for need in kv.memory)
-    what = f"pool of {kv.n_pool:,} tokens in {o.type_k}{rest}{lossless}"
+    what = f"pool of {kv.n_pool:,} tokens in {types}{rest}{lossless}"
     if on_gpu:
         return [
             head,
-            f"{what}: {about(on_gpu)} of the GPU, where the full cache takes {about(s.kv_full_bytes)}; up to {about(n_records)} of RAM",
+            f"{what}: {about(on_gpu)} of the GPU, where the full cache takes {about(s.kv_full_bytes)}; up to {about(n_records + in_ram)} of RAM",
         ]
     fixed, grows = held_in_ram(kv.memory)
     each_1000 = round(1000 * grows / (o.n_parallel * o.n_ctx))
@@ -106,7 +112,7 @@ def closing(s: Stats, reason: str) -> str:
         parts.append(f"{100 * s.agreement:.1f} % of {s.checked:,} tokens checked are the full cache's")
     parts += [f"GPU {about(s.gpu_bytes)}"] if s.gpu_bytes else []
     parts.append(f"RAM {about(s.peak_bytes)} at its peak")
-    parts += [_ENDED[reason]] if reason in _ENDED else []
+    parts += [_ENDED[reason]] if reason in _ENDED and (s.n_generated or reason != "length") else []
     return ", ".join(parts)
 
 

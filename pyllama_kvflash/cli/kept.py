@@ -11,6 +11,7 @@ from pyllama_kvflash.cli.roles import Manages, manages
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Tokens, gpus
+from pyllama_kvflash.policy.sizing import HOST_CAP
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.text import n_common
 
@@ -47,10 +48,11 @@ class Kept:
         self._unsaved = 0.0  # seconds that all others took
         self._news = ""
 
-    def expect(self, n_characters: int) -> bool:
+    def expect(self, n_characters: int, n_ctx: int) -> bool:
         """Prepare for a text of so many characters. Returns whether the engine should be able to save it: `Options.snapshots`.
 
-        Without a GPU a long text is worth a pool for that: it decodes faster, too (docs/results/choices.md). Raises UsageError.
+        Without a GPU a long text is worth a pool for that, which decodes faster, too (docs/results/cpu.md), but in a context that the automatic
+        pool would cover. n_ctx: as it was given. Raises UsageError.
         """
         if not self._may or n_characters < _LONG:
             return self.asked
@@ -64,7 +66,7 @@ class Kept:
         except UsageError as err:
             self._reporter.detail(f"{err}; what is read is not kept (--prefix-cache DIR or off)")
             return False
-        return not gpus()
+        return not gpus() and not 0 < n_ctx <= HOST_CAP
 
     def restore(self, kv: KVFlash, tokens: Tokens) -> int:
         """Put the longest known beginning of a text (n,) int32 into the context, if it is longer than what is there. Returns its positions."""

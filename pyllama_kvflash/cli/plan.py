@@ -3,7 +3,6 @@
 import json
 import shlex
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash.cli import kinds, params
-from pyllama_kvflash.cli.fetch import model_path
+from pyllama_kvflash.cli.fetch import outlined
 from pyllama_kvflash.cli.memory import sum_line
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
@@ -25,15 +24,17 @@ from pyllama_kvflash.native import Model, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.text import printable
 
-HELP = """Say which options suit a GPU and a context: what each way takes of the GPU's memory and of RAM, how fast it answers, and how
+HELP = """Say which options suit a machine and a context: what each way takes of the GPU's memory and of RAM, how fast it answers, and how
 close to the full cache.
 
-It reads the metadata of a file, and loads no weights; -hf downloads the whole file before. No GPU is needed: --memory says what
-card is meant. The ways are the full cache in
-f16, q8_0 and q4_0, the full cache in RAM (llama.cpp's --no-kv-offload), pools, and lossless decoding through them. Memory is
+It reads the metadata of a file, and loads no weights; of a model on the Hub (-hf) it downloads the header, some MB. --memory and --ram say what
+machine is meant, --memory 0 one without a GPU. The ways are the full cache in
+f16, q8_0 and q4_0, the full cache in RAM (llama.cpp's --no-kv-offload), pools, and lossless decoding through them; where a card is too small for the
+weights, small batches (-ub), and some of the layers on the CPU (-ngl). Memory is
 computed; speed and answers are those of the models that were measured (docs/results/choices.md, coarse.md), and yours may differ. A
 pool has codes of all else, of 4 bits or, where these do not fit, of 2; where these do not, or a model can have none, it is alone. The last
-line is the command for the way to take: the full f16 cache if it fits, else the one whose answers are closest to it.
+line is the command for the way to take: the full f16 cache if it fits, else the one whose answers are closest to it; without a GPU a pool, which
+is faster there.
 
 \b
   full, q8_0              --kvflash off -ctk q8_0 -ctv q8_0
@@ -45,14 +46,27 @@ line is the command for the way to take: the full f16 cache if it fits, else the
 \b
   kvflash plan model.gguf --memory 12G -c 128K
   kvflash plan -hf ggml-org/Qwen3-8B-GGUF:Q4_K_M --memory 8G --ram 32G -c 64K
-  kvflash plan model.gguf -c 32K --json              for this machine's GPU
+  kvflash plan model.gguf --memory 0 --ram 16G -c 32K    without a GPU
+  kvflash plan model.gguf -c 32K --json                  for this machine
 """
 
 
 @click.command(cls=Command, help=HELP, short_help="Say which options suit a card and a context.")
 @params.MODEL
 @click.option(
-    "--memory", metavar="SIZE", type=kinds.ByteSize(), default=None, help="Memory of the GPU.  [default: this one's]"
+    "--memory",
+    metavar="SIZE",
+    type=kinds.ByteSize(),
+    default=None,
+    help="Memory of the GPU, 0: there is none.  [default: this one's, or none]",
+)
+@click.option(
+    "--headroom",
+    metavar="SIZE",
+    type=kinds.ByteSize(),
+    default="512M",
+    show_default=True,
+    help="Part of --memory that a desktop and other programs take; 0: of a card that does nothing else.",
 )
 @click.option("--ram", metavar="SIZE", type=kinds.ByteSize(), default=None, help="RAM.  [default: what is free here]")
 @click.option(
@@ -79,6 +93,7 @@ def plan(
     model: str | None,
     *,
     memory: int | None,
+    headroom: int,
     ram: int | None,
     n_ctx: int,
     n_ubatch: int,
@@ -86,44 +101,60 @@ def plan(
 ) -> None:
     """Print the ways, and the best one as a command."""
     reporter = Reporter()
-    path = model_path(model_arg, model, reporter)
-    check_file(path)
-    here = devices()
-    gpu = memory if memory is not None else next((d.free + DRIVER for d in here if d.gpu), None)
-    if gpu is None:
-        msg = "this machine has no GPU to plan for: give a card's memory, such as --memory 12G"
-        raise UsageError(msg)
-    ram = ram if ram is not None else next(d.free for d in here if not d.gpu)
-    for name, size in (("--memory", gpu), ("--ram", ram)):
-        if size <= 0:
-            msg = f"{name} is {size}: give a size such as 12G"
-            raise UsageError(msg)
-    with Model.load(path, no_alloc=True) as loaded:
-        n_ctx, name = n_ctx or loaded.n_ctx_train, loaded.description
-        warnings = untrained(loaded, n_ctx)
-    found = offers(path, n_ctx, gpu, ram, n_ubatch)
+    gpu, ram = _machine(memory, headroom, ram)
+    with outlined(model_arg, model, reporter) as (path, named):
+        check_file(path)
+        with Model.load(path, no_alloc=True) as loaded:
+            n_ctx, name = n_ctx or loaded.n_ctx_train, loaded.description
+            warnings = untrained(loaded, n_ctx)
+        found = offers(path, n_ctx, gpu, ram, n_ubatch)
     choice = best(found, n_ctx)
     for warning in warnings:
         reporter.warn(warning)
     if as_json:
-        ways = [{**_as_dict(offer, n_ctx), "command": _command(offer, path, n_ctx, n_ubatch)} for offer in found]
+        ways = [{**_as_dict(offer, n_ctx), "command": _command(offer, named, n_ctx, n_ubatch)} for offer in found]
         taken = None if choice is None else found.index(choice)
-        click.echo(
-            json.dumps({"model": printable(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram, "ways": ways, "best": taken})
-        )
+        about = {"model": printable(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram}
+        click.echo(json.dumps({**about, "ways": ways, "best": taken}))
     else:
-        head = f"{name}, context {n_ctx:,}, a GPU with {_gib(gpu)}, {_gib(ram)} of RAM"
-        _show(head, found, choice, n_ctx)
+        card = f"a GPU with {_gib(gpu)}" if gpu else "no GPU"
+        free = f" ({_gib(headroom)} more for other programs)" if gpu and memory and headroom else ""
+        _show(f"{name}, context {n_ctx:,}, {card}{free}, {_gib(ram)} of RAM", found, choice, n_ctx)
     if choice is None:
         raise UsageError(_too_small(found))
     if not as_json:
-        click.echo(f"\n{_command(choice, path, n_ctx, n_ubatch)}")
+        click.echo(f"\n{_command(choice, named, n_ctx, n_ubatch)}")
 
 
-_AS_GOOD = 1.5  # times the divergence of q8_0, within which seeds differ
+def _machine(memory: int | None, headroom: int, ram: int | None) -> tuple[int, int]:
+    """Return the bytes of a GPU that may be used, 0 without one, and those of RAM. Raises UsageError."""
+    here = devices()
+    gpu = memory if memory is not None else next((d.free + DRIVER for d in here if d.gpu), 0)
+    ram = ram if ram is not None else next(d.free for d in here if not d.gpu)
+    for name, size, least in (("--memory", gpu, 0), ("--headroom", headroom, 0), ("--ram", ram, 1)):
+        if size < least:
+            msg = f"{name} is {size}: give a size such as 12G"
+            raise UsageError(msg)
+    if memory:
+        if memory <= headroom:
+            msg = (
+                f"--memory is {memory:,} bytes, and --headroom leaves nothing of it: give more, or a smaller --headroom"
+            )
+            raise UsageError(msg)
+        gpu = memory - headroom
+    return gpu, ram
+
+
 _LOST = 1.0  # nats; the texts have nothing in common
 _BROKEN = "broken"
 _SLOW = 0.1  # of the full cache's speed
+_ON_GPU = "times the full f16 cache's on the same GPU (8B shape, H100 and H200; pools: of 4,096 tokens)"
+_ON_CPU = "times the full f16 cache's on the same CPU (Qwen2.5-Coder-0.5B, two cores; a larger model gains less)"
+_WORDS = (
+    "answers: long ones, beside the full f16 cache's (Qwen2.5-Coder-1.5B at 16K; --json has the figures). bits: of codes of what is"
+    " outside the pool. avoid: a tenth of the speed, or broken answers. -ngl: the other layers are"
+    " the CPU's, which was not measured"
+)
 
 
 def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> None:
@@ -143,12 +174,8 @@ def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> No
         table.add_row(*row)
     console.print(head, markup=False, soft_wrap=True)
     console.print(table)
-    console.print(
-        "speed: of an answer, times the full f16 cache's on the same GPU (8B shape, H100 and H200; pools: of 4,096 tokens). answers: long ones, beside the full f16 cache's"
-        " (Qwen2.5-Coder-1.5B at 16K; --json has the figures). bits: of codes of what is outside the pool. avoid: a tenth of the speed, or broken answers",
-        markup=False,
-        soft_wrap=True,
-    )
+    how = _ON_GPU if found[0].on_gpu else _ON_CPU
+    console.print(f"speed: of an answer, {how}. {_WORDS}", markup=False, soft_wrap=True)
     if choice is not None:
         for need in choice.needs:
             console.print(f"{need.name if need.gpu else 'RAM'}: {sum_line(need)}", markup=False, soft_wrap=True)
@@ -159,37 +186,41 @@ def _label(offer: Offer) -> str:
     name = "full" if offer.n_pool is None else f"pool {offer.options['pool'] // 1024}K"
     kind = f"{offer.options.get('type_k', 'f16')}{' in RAM' if offer.kind == 'RAM' else ''}"
     bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
-    return f"{name}, {kind}{bits}{', lossless' if offer.lossless else ''}"
+    layers = f", -ngl {offer.options['n_gpu_layers']}" if offer.n_on_cpu else ""
+    return f"{name}, {kind}{bits}{', lossless' if offer.lossless else ''}{layers}"
 
 
-def _flags(offer: Offer) -> list[str]:
+def _flags(offer: Offer, n_ubatch: int) -> list[str]:
     """Return the options of the command line that make a way."""
-    o = offer.options
+    o = {"n_ubatch": n_ubatch, **offer.options}
     flags = ["--kvflash", "off" if o["pool"] == "off" else f"{o['pool'] // 1024}K"]
     flags += ["--kvflash-coarse", o["coarse"]] if "coarse" in o else []
     flags += ["-ctk", o["type_k"], "-ctv", o["type_v"]] if "type_k" in o else []
     flags += ["--set", "kv_offload=false"] if "kv_offload" in o else []
     flags += ["--kvflash-mode", "lossless"] if offer.lossless else []
-    return flags
+    flags += [] if o["n_ubatch"] == Options().n_ubatch else ["-ub", str(o["n_ubatch"])]
+    return flags + (["-ngl", str(o["n_gpu_layers"])] if offer.n_on_cpu else [])
 
 
-def _command(offer: Offer, path: Path, n_ctx: int, n_ubatch: int) -> str:
+def _command(offer: Offer, named: list[str], n_ctx: int, n_ubatch: int) -> str:
     context = f"{n_ctx // 1024}K" if n_ctx % 1024 == 0 else str(n_ctx)
     moe = ["--n-cpu-moe", "auto"] if offer.experts else []
-    batch = [] if n_ubatch == Options().n_ubatch else ["-ub", str(n_ubatch)]
-    return shlex.join(["kvflash", "run", str(path), "-f", "long.txt", "-c", context, *_flags(offer), *batch, *moe])
+    return shlex.join(["kvflash", "run", *named, "-f", "long.txt", "-c", context, *_flags(offer, n_ubatch), *moe])
 
 
 def _speed(offer: Offer, n_ctx: int) -> str:
     if offer.lossless:
         return f"{number(expected.LOSSLESS[0])}-{number(expected.LOSSLESS[1])} x"
-    return f"{expected.speed(offer.kind, n_ctx, offer.coarse):.2g} x"
+    speed = offer.speed(n_ctx)
+    if offer.n_on_cpu:
+        return "slower"
+    return "not measured" if speed is None else f"{speed:.2g} x"
 
 
 def _fits(offer: Offer, n_ctx: int) -> str:
     if offer.lacking:
         return f"no: {', '.join(offer.lacking)}"
-    slow = not offer.lossless and expected.speed(offer.kind, n_ctx, offer.coarse) < _SLOW
+    slow = (offer.speed(n_ctx) or 1) < _SLOW
     return "avoid" if slow or _answers(offer, n_ctx) == _BROKEN else "yes"
 
 
@@ -200,8 +231,7 @@ def _answers(offer: Offer, n_ctx: int) -> str:
         return "not measured"
     if not any(far.values()):
         return "the full cache's"
-    q8_0 = expected.FULL_KLD["q8_0"]
-    if all(far[text] <= _AS_GOOD * q8_0[text] for text in far):
+    if offer.is_close(n_ctx):
         return "as good as q8_0"
     return "worse" if max(far.values()) < _LOST else _BROKEN
 
@@ -216,7 +246,8 @@ def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
         "fits": not offer.lacking,
         "lacking": offer.lacking,
         "needs": [asdict(need) for need in offer.needs],
-        "speed": None if offer.lossless else expected.speed(offer.kind, n_ctx, offer.coarse),
+        "speed": offer.speed(n_ctx),
+        "layers_on_cpu": offer.n_on_cpu,
         "answers": _answers(offer, n_ctx),
         "kld": offer.divergence(n_ctx),
     }
@@ -228,7 +259,7 @@ def _too_small(found: list[Offer]) -> str:
     lacks = " and ".join(f"{where} lacks {_gib(n)}" for where, n in least.lacking.items())
     return (
         f"nothing fits: at the least {lacks}, with {_gib(weights)} of weights on the GPU; take a smaller quantisation or a"
-        " shorter context (-c). `kvflash run -ngl N` leaves layers to the CPU, which is slower, and not planned here"
+        " shorter context (-c)"
     )
 
 

@@ -57,7 +57,7 @@ class Warm:
 
         Raises UsageError.
         """
-        if self._options.get("pool") != "off" and self._kept.expect(len(prompt)):
+        if self._options.get("pool") != "off" and self._kept.expect(len(prompt), self._options["n_ctx"]):
             self._options["snapshots"] = True
 
     @property

@@ -25,7 +25,14 @@ class Cores:
 
     def after_step(self) -> list[Warn]:
         """Return a warning if it is time for it."""
-        if self._watch is None or not self._watch.due():
+        return self._look() if self._watch and self._watch.due() else []
+
+    def after_batch(self) -> list[Warn]:
+        """Return a warning if it is time for it. A batch of a prompt takes so long that each is looked at."""
+        return self._look() if self._watch and not self._watch.over else []
+
+    def _look(self) -> list[Warn]:
+        if self._watch is None:
             return []
         share = self._watch.look(thread_times())
         if share is None:
@@ -33,7 +40,7 @@ class Cores:
         return [
             Warn(
                 f"threads wait for a core {100 * share:.0f} % of the time, as beside another busy program: `n_threads` is"
-                f" {self._n_threads}, and a smaller one decodes faster then"
+                f" {self._n_threads}, and a smaller one is faster then"
             )
         ]
 

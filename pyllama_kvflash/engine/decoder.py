@@ -267,7 +267,10 @@ class Decoder:
         if self.drafts:
             self.drafts.expect(sequence.n_tokens + n)
         exactly = sequence.exact is not None and self._is_too_long(n)
-        yield from self._read_exactly(tokens, marks) if exactly else self._read_through_pool(tokens, marks)
+        for event in self._read_exactly(tokens, marks) if exactly else self._read_through_pool(tokens, marks):
+            yield event
+            if isinstance(event, Prefill):
+                yield from self.cores.after_batch()
 
     def _read_through_pool(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
         """Decode tokens in batches that see what the pool holds; it is chosen anew for the last ones."""

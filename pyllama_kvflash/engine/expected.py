@@ -21,6 +21,11 @@ CODED_DECODE = {"f16": (273, 136, 85), "4": (222, 186, 157), "2": (218, 194, 170
 UNCODED_CONTEXTS = (8192, 65_536, 262_144)
 UNCODED_DECODE = {"q8_0": (220.4, 80.2, 24.9), "pool": (254.7, 254.3, 250.9)}
 """The same on one H200: the full cache in q8_0, and a pool of 4,096 in q8_0 without codes, by `qk` (docs/RESULTS.md)."""
+CPU_CONTEXTS = (4096, 8192, 16_384)
+CPU_DECODE = {"f16": (10.8, 6.9, 3.9), "pool": (10.5, 10.1, 9.3)}
+"""The same without a GPU: the full cache in f16, and a pool of 4,096 in f16 with codes of 4 bits. Qwen2.5-Coder-0.5B, two cores, one run
+(docs/results/cpu.md).
+"""
 LOSSLESS = (0.46, 0.94)
 """The least and the most of lossless decoding, times the full f16 cache's, on GPUs (docs/results/lossless.md)."""
 SHARES = (0.0625, 0.125)
@@ -57,6 +62,12 @@ def speed(kind: str, n_ctx: int, coarse: str = "off") -> float:
         return _ratio(CODED_CONTEXTS, CODED_DECODE[coarse], CODED_DECODE["f16"], n_ctx)
     beside_q8_0 = _ratio(UNCODED_CONTEXTS, UNCODED_DECODE["pool"], UNCODED_DECODE["q8_0"], n_ctx)
     return beside_q8_0 * speed("q8_0", n_ctx)
+
+
+def cpu_speed(kind: str, n_ctx: int) -> float | None:
+    """Return the same without a GPU. kind: "f16" or "pool"; None for others, which were not measured."""
+    rates = CPU_DECODE.get(kind)
+    return None if rates is None else _ratio(CPU_CONTEXTS, rates, CPU_DECODE["f16"], n_ctx)
 
 
 def _ratio(contexts: Sequence[int], rates: Sequence[float], full: Sequence[float], n_ctx: int) -> float:

@@ -1,6 +1,8 @@
-"""The ways to hold a context in a GPU's memory and RAM of given sizes: caches of several types, in RAM, and pools."""
+"""The ways to hold a context in a GPU's memory and RAM of given sizes: caches of several types, in RAM, pools, and layers on the CPU."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,9 +17,14 @@ from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import Model, pretending
 from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy.sizing import HOST_CAP
 
 POOLS = (16_384, 8192, 4096, 2048, 1024)
 """Pools that are tried, the largest first: a larger pool answers better and decodes more slowly."""
+SMALL_BATCH = 128
+"""Tokens of a physical batch where that of 512 takes memory that is missing: prompts are read more slowly."""
+_AS_GOOD = 1.5  # times the divergence of q8_0, within which seeds differ
+_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,8 @@ class Offer:
     """A way to hold the context.
 
     kind: the cache: "f16", "q8_0", "q4_0", "RAM" or "pool". options: fields of Options that it takes. needs: what each device
-    holds. lacking: bytes that each is short of, by name; {}: it fits. experts: it has some that may stay on the host.
+    holds. lacking: bytes that each is short of, by name; {}: it fits. experts: it has some that may stay on the host. on_gpu: there is a
+    GPU to compute with. n_on_cpu: layers that the CPU computes beside it.
     """
 
     kind: str
@@ -34,6 +42,8 @@ class Offer:
     needs: tuple[Need, ...]
     lacking: dict[str, int]
     experts: bool = False
+    on_gpu: bool = True
+    n_on_cpu: int = 0
 
     @property
     def lossless(self) -> bool:
@@ -52,40 +62,76 @@ class Offer:
             return expected.FULL_KLD[kind]
         return expected.divergence(self.n_pool / n_ctx, self.coarse, kind)
 
+    def is_close(self, n_ctx: int) -> bool:
+        """Return whether its long answers are as close to the full f16 cache's as those of a full q8_0 cache."""
+        far, q8_0 = self.divergence(n_ctx), expected.FULL_KLD["q8_0"]
+        return far is not None and all(far[text] <= _AS_GOOD * q8_0[text] for text in far)
+
+    def speed(self, n_ctx: int) -> float | None:
+        """Return its speed, as expected.speed(); None: it was not measured."""
+        if self.lossless or self.n_on_cpu:
+            return None
+        if not self.on_gpu:
+            return expected.cpu_speed(self.kind, n_ctx)
+        return expected.speed(self.kind, n_ctx, self.coarse)
+
     def bytes_of(self, *, gpu: bool) -> int:
         """Return the bytes of the GPU's memory, or of RAM, with a full context."""
         return sum(need.total for need in self.needs if need.gpu == gpu)
 
 
 def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int = 512) -> list[Offer]:
-    """Return all ways, whether they fit or not. n_ctx: positions; 0: as many as the model was trained for. gpu, ram: bytes.
+    """Return all ways, whether they fit or not. n_ctx: positions; 0: as many as the model was trained for. gpu, ram: bytes; gpu 0: the CPU
+    computes.
 
     Loads no weights. Raises as planning.needs().
     """
     with pretending(gpu, ram):
         with Model.load(path, no_alloc=True) as model:
             check_runs(model, Options(pool="off"))
-            n_ctx, experts = n_ctx or model.n_ctx_train, has_experts(model)
+            n_ctx, experts, layers = n_ctx or model.n_ctx_train, has_experts(model), _layers(model)
+        if not gpu:
+            return list(_OnCPU(path, Options(n_ctx=n_ctx, n_ubatch=n_ubatch, n_gpu_layers=0), 0, ram).all())
         # all on the first GPU: more of them have more memory in all, but each holds its own layers
         cpu_moe = "auto" if experts else 0
         base = Options(n_ctx=n_ctx, n_ubatch=n_ubatch, split_mode="none", n_cpu_moe=cpu_moe)
-        return list(_Look(path, base, gpu, ram).all())
+        look = _Look(path, base, gpu, ram)
+        found = list(look.all())
+        if not any(offer.on_gpu and not offer.lacking and _answers_well(offer) for offer in found):
+            found += look.tight(layers)
+        return found
 
 
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
     """Return the one to take of those that fit: the full f16 cache, else what is the least far from it, as far as measured,
     and the largest pool of those that were not; None if none fits.
 
-    A pool without codes is taken after what else fits, and the cache in RAM last: it is slow. q4_0 is never taken: with the model
-    that was measured it breaks answers. Lossless decoding is for the user to choose.
+    A pool without codes is taken after what else fits. As few layers as possible are left to the CPU, unless answers get worse by that. The cache in RAM and q4_0 are never taken: the one is slow, and the other breaks answers of the model that was measured. Lossless
+    decoding is for the user to choose.
     """
 
-    def rank(offer: Offer) -> tuple[bool, bool, float, int]:
+    def rank(offer: Offer) -> tuple[bool, bool, int, float, int]:
         far, uncoded = offer.divergence(n_ctx), offer.n_pool is not None and offer.coarse == "off"
-        return offer.kind == "RAM", uncoded, sum(far.values()) if far else math.inf, -(offer.n_pool or n_ctx)
+        apart = offer.n_on_cpu > 0 and not offer.is_close(n_ctx)
+        return uncoded, apart, offer.n_on_cpu, sum(far.values()) if far else math.inf, -(offer.n_pool or n_ctx)
 
-    fit = [offer for offer in found if not offer.lacking and not offer.lossless and offer.kind != "q4_0"]
+    fit = [offer for offer in found if not offer.lacking and not offer.lossless and offer.kind not in ("q4_0", "RAM")]
+    if fit and not fit[0].on_gpu:  # answers of a pool are as good, and written in a part of the time
+        return max(fit, key=lambda offer: (offer.n_pool is None) == (n_ctx <= HOST_CAP))
     return min(fit, key=rank, default=None)
+
+
+def _answers_well(offer: Offer) -> bool:
+    return offer.kind in ("f16", "q8_0") or (offer.n_pool is not None and offer.coarse != "off")
+
+
+def _layers(model: Model) -> list[int]:
+    """Return the bytes of each layer's weights."""
+    sizes: Counter[int] = Counter()
+    for weight in model.weights():
+        if match := _LAYER.match(weight.name):
+            sizes[int(match[1])] += weight.size
+    return [sizes[i] for i in sorted(sizes)]
 
 
 class _Look:
@@ -94,16 +140,43 @@ class _Look:
         self._room = {True: gpu, False: ram}
 
     def all(self) -> Iterator[Offer]:
-        yield self._offer("f16", {"pool": "off"})
-        for kind in ("q8_0", "q4_0"):
-            with suppress(UnsupportedError):  # a cache type that the model's rows do not have
-                yield self._offer(kind, {"pool": "off", **_types(kind)})
+        yield from self._full()
         yield self._in_ram()
         for kind in ("f16", "q8_0"):
             with suppress(UnsupportedError):  # a memory that cannot be pooled
                 if (pool := self._pool(kind)) is not None:
                     yield pool
                     yield self._offer("pool", {**pool.options, "mode": "lossless"})
+
+    def _full(self) -> Iterator[Offer]:
+        yield self._offer("f16", {"pool": "off"})
+        for kind in ("q8_0", "q4_0"):
+            with suppress(UnsupportedError):  # a cache type that the model's rows do not have
+                yield self._offer(kind, {"pool": "off", **_types(kind)})
+
+    def tight(self, layers: list[int]) -> Iterator[Offer]:
+        """Yield ways for a model that leaves too little of a GPU: with small batches, and with layers on the CPU. layers: bytes of each."""
+        size = next((size for size in POOLS[3:] if size < self._base.n_ctx), None)
+        small = {"n_ubatch": SMALL_BATCH} if self._base.n_ubatch > SMALL_BATCH else {}
+        for kind, bits in (("f16", "4"), ("q8_0", "4"), ("f16", "2")):
+            try:
+                offer = self._offer("pool", {"pool": size or 1, "coarse": bits, **_types(kind), **small})
+            except UnsupportedError:  # no pool, or no codes
+                offer = self._offer(kind, {"pool": "off", **_types(kind), **small})
+            if offer.lacking and not offer.experts:
+                offer = self._moved(offer, layers)
+            if not offer.lacking:
+                yield offer
+
+    def _moved(self, offer: Offer, layers: list[int]) -> Offer:
+        """Return an offer with as many of the first layers on the CPU as it takes, with what they have of KV."""
+        for n in range(1, len(layers)):
+            held = tuple(_without(need, offer.needs, sum(layers[:n]), n / len(layers)) for need in offer.needs)
+            lacking = self._lacking(held)
+            if "GPU" not in lacking:
+                break
+        options = {**offer.options, "n_gpu_layers": len(layers) + 1 - n}  # with the output, as llama.cpp counts
+        return replace(offer, options=options, needs=held, lacking=lacking, n_on_cpu=n)
 
     def _pool(self, kind: str) -> Offer | None:
         """Return the largest pool that fits with the closest codes for which the smallest pool leaves memory; if none fits, the smallest
@@ -132,19 +205,35 @@ class _Look:
         asked = replace(self._base, **options)
         held, size = needs(self._path, asked)
         if kind == "RAM":
-            held = _moved(held)
-        lacking = {}
+            held = _in_host(held)
+        on_gpu = bool(self._room[True])
+        return Offer(kind, options, size.n_pool, held, self._lacking(held), asked.n_cpu_moe != 0, on_gpu)
+
+    def _lacking(self, held: tuple[Need, ...]) -> dict[str, int]:
+        res = {}
         for gpu, room in self._room.items():
             if (n := sum(need.total for need in held if need.gpu == gpu)) > room:
-                lacking["GPU" if gpu else "RAM"] = n - room
-        return Offer(kind, options, size.n_pool, held, lacking, asked.n_cpu_moe != 0)
+                res["GPU" if gpu else "RAM"] = n - room
+        return res
+
+
+class _OnCPU(_Look):
+    """Without a GPU: full caches, and the pool that `auto` would take."""
+
+    def all(self) -> Iterator[Offer]:
+        yield from self._full()
+        if self._base.n_ctx > HOST_CAP:
+            for bits in (expected.BITS[0], "off"):
+                with suppress(UnsupportedError):  # no pool, or no codes
+                    yield self._offer("pool", {"pool": HOST_CAP, "coarse": bits})
+                    return
 
 
 def _types(kind: str) -> dict[str, str]:
     return {} if kind == "f16" else {"type_k": kind, "type_v": kind}
 
 
-def _moved(held: tuple[Need, ...]) -> tuple[Need, ...]:
+def _in_host(held: tuple[Need, ...]) -> tuple[Need, ...]:
     """Return what is held with KV and states in RAM, where llama.cpp has both, wherever the machine that looks has them."""
     kv, states = sum(need.kv for need in held), sum(need.states for need in held)
     there = next(i for i, need in enumerate(held) if not need.gpu)
@@ -152,3 +241,26 @@ def _moved(held: tuple[Need, ...]) -> tuple[Need, ...]:
         replace(need, kv=kv, states=states) if i == there else replace(need, kv=0, states=0)
         for i, need in enumerate(held)
     )
+
+
+def _without(need: Need, all_: tuple[Need, ...], weights: int, share: float) -> Need:
+    """Return what a device holds once so many bytes of weights, and this share of the layers' KV, are on the host. An exact pass has its
+    layers on both then.
+    """
+    gpu = next(each for each in all_ if each.gpu)
+    kv, coarse, states = (round(share * getattr(gpu, name)) for name in ("kv", "coarse", "states"))
+    if need.gpu:
+        left = {
+            "weights": need.weights - weights,
+            "kv": need.kv - kv,
+            "coarse": need.coarse - coarse,
+            "states": need.states - states,
+        }
+        return replace(need, **left)
+    more = {
+        "weights": need.weights + weights,
+        "kv": need.kv + kv,
+        "coarse": need.coarse + coarse,
+        "states": need.states + states,
+    }
+    return replace(need, **more, panes=need.panes + gpu.panes)

@@ -30,7 +30,7 @@ _PLANNED: list[Device] = []  # what devices() says instead, see pretending()
 
 @contextmanager
 def pretending(gpu: int, ram: int) -> Iterator[None]:
-    """Have devices() say that there is a GPU with so many bytes, and so much RAM: to plan for a machine that is elsewhere.
+    """Have devices() say that there is a GPU with so many bytes, and so much RAM: to plan for a machine that is elsewhere. gpu: 0: none.
 
     Only models that were loaded with no_alloc may be looked at meanwhile. Without a GPU here, what the CPU would hold is
     taken for the GPU's, but for what llama.cpp leaves to the host (Model.weights()).
@@ -38,9 +38,9 @@ def pretending(gpu: int, ram: int) -> Iterator[None]:
     before = list(_PLANNED)  # it may be within another one
     _PLANNED.clear()
     here = devices()
-    if not any(device.gpu for device in here):
+    if gpu and not any(device.gpu for device in here):
         here = [Device("GPU", "a GPU", gpu=True, free=gpu, total=gpu), *here]
-    first = next(i for i, device in enumerate(here) if device.gpu)
+    first = next((i for i, device in enumerate(here) if device.gpu), None)
     for i, device in enumerate(here):
         size = gpu if i == first else 0 if device.gpu else ram
         _PLANNED.append(replace(device, free=size, total=size))

@@ -12,12 +12,12 @@ class CoreWatch:
     def __init__(self) -> None:
         self._n_steps = 0
         self._before: tuple[float, float] | None = None
-        self._over = False
+        self.over = False  # nothing more is said
 
     def due(self) -> bool:
         """Count a step. Returns whether to look at the times now."""
         self._n_steps += 1
-        return not self._over and self._n_steps % N_STEPS == 1
+        return not self.over and self._n_steps % N_STEPS == 1
 
     def look(self, times: tuple[float, float] | None) -> float | None:
         """Return the share of their time that threads waited since the look before, the first time that it is large.
@@ -25,7 +25,7 @@ class CoreWatch:
         times: seconds that the threads of this process worked, and that they waited for a core, so far; None: not known.
         """
         if times is None:
-            self._over = True
+            self.over = True
             return None
         if self._before is None:
             self._before = times
@@ -38,5 +38,5 @@ class CoreWatch:
             return None
         self._before = times
         share = waited / (worked + waited)
-        self._over = share > _MOST
-        return share if self._over else None
+        self.over = share > _MOST
+        return share if self.over else None

@@ -205,7 +205,8 @@ def resolve_pool(
             note = f"{note.partition(';')[0]}; a prefix cache and snapshots need a pool, so one is taken"
         if note:
             notes.append(note)
-        wanted, note = auto_pool(memory, n_ctx, cap or (HOST_CAP if all(d.host for d in memory) else AUTO_CAP))
+        usual = max(HOST_CAP, floor) if all(d.host for d in memory) else AUTO_CAP
+        wanted, note = auto_pool(memory, n_ctx, cap or usual)
         notes.append(note)
     else:
         wanted = int(request)

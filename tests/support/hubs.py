@@ -103,17 +103,19 @@ class Handler(BaseHTTPRequestHandler):
         if data is None:
             self._error(404, "EntryNotFound", repo.commit)
             return
-        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last or len(data)) + 1, len(data))
+        is_part = start > 0 or end < len(data)
+        self.send_response(206 if is_part else 200)
+        if is_part:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         self.send_header("ETag", f'"{_etag(data)}"')
         self.send_header("X-Repo-Commit", repo.commit)
         self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(data) - start))
+        self.send_header("Content-Length", str(end - start))
         self.end_headers()
         if self.command == "GET":
-            self._body(data[start:], self.hub.truncate.pop(name, None))
+            self._body(data[start:end], self.hub.truncate.pop(name, None))
 
     def _body(self, data: bytes, end: int | None) -> None:
         self.wfile.write(data[: MIB if self.hub.stall else end])

@@ -2,7 +2,7 @@
 
 import { events, request } from "./api.js";
 import * as composer from "./composer.js";
-import { at, complain, count } from "./dom.js";
+import { at, complain, count, duration } from "./dom.js";
 import * as gauge from "./gauge.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
@@ -271,11 +271,12 @@ async function hear(answer, parts, body, signal) {
   // tokens of the answer before; nobody has counted those of one that was stopped
   const [began, said] = [performance.now(), answer.content || answer.thinking ? answer.figures.answer : 0];
   let [first, last] = [0, 0];
+  const left = timeLeft();
   const res = await request("v1/chat/completions", { body, signal });
   for await (const event of events(res)) {
     if (typeof event === "string") {
       const found = /^prefill (\d+)\/(\d+)$/.exec(event);
-      if (found) reading(`reading, ${count(+found[1])} of ${count(+found[2])} tokens`, +found[1], +found[2]);
+      if (found) reading(`reading, ${count(+found[1])} of ${count(+found[2])} tokens${left(+found[1], +found[2])}`, +found[1], +found[2]);
       continue;
     }
     if (event.error) throw new Error(event.error.message);
@@ -305,6 +306,17 @@ function account(answer, usage, said, first, rest) {
 
 function toEnd() {
   log.scrollTop = log.scrollHeight;
+}
+
+// How long the rest of a prompt takes at the pace so far: "", until that is known.
+function timeLeft() {
+  let began = 0;
+  let at = 0;
+  return (done, of) => {
+    const now = performance.now();
+    if (!began) [began, at] = [now, done];
+    return done > at && now - began > 1000 ? `, ${duration((now - began) / 1000 * (of - done) / (done - at))} left` : "";
+  };
 }
 
 function reading(text, done = 0, of = 0) {

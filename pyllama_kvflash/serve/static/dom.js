@@ -31,12 +31,12 @@ export function keepEnd(box, change) {
   if (isAtEnd) box.scrollTop = box.scrollHeight;
 }
 
-// Whether a part of the page was folded when it was left, by its name in the storage, which a browser may block.
-export function isFolded(name) {
+// Whether a part of the page was folded when it was left, by its name in the storage, which a browser may block; else what is usual.
+export function isFolded(name, usual = false) {
   try {
-    return localStorage.getItem(name) === "folded";
+    return (localStorage.getItem(name) ?? (usual && "folded")) === "folded";
   } catch {
-    return false;
+    return usual;
   }
 }
 
@@ -44,6 +44,15 @@ export function keepFolded(name, value) {
   try {
     localStorage.setItem(name, value ? "folded" : "open");
   } catch { /* then it lasts as long as the page */ }
+}
+
+// A time in words: "42 s", "3:05", "1:03:05".
+export function duration(seconds) {
+  const all = Math.round(seconds);
+  if (all < 120) return `${all} s`;
+  const two = (n) => String(n).padStart(2, "0");
+  const [hours, minutes] = [Math.floor(all / 3600), Math.floor(all / 60) % 60];
+  return hours ? `${hours}:${two(minutes)}:${two(all % 60)}` : `${minutes}:${two(all % 60)}`;
 }
 
 export const count = (n) => n.toLocaleString("en");

@@ -31,6 +31,7 @@ function fold(value) {
 }
 
 fold(isFolded(NAME));
+document.addEventListener("props", () => fold(isFolded(NAME, !served.hasPool()))); // without a pool there is little to see
 at("pool-open").addEventListener("click", () => {
   const now = !document.body.classList.contains("folded");
   keepFolded(NAME, now);

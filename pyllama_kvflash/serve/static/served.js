@@ -7,6 +7,7 @@ let props = null;
 let asked = ""; // the run of the server that was asked
 
 export const defaults = () => props?.default_generation_settings.params ?? {};
+export const hasPool = () => Boolean(props?.kvflash?.pool);
 export const context = () => props?.default_generation_settings.n_ctx ?? 0;
 
 // Ask a server that is ready, once a run. Tells the page by an event.
