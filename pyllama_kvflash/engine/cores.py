@@ -9,6 +9,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.cores import CoreWatch
 
 _TASKS = Path("/proc/self/task")
+_LONG_S = 60.0  # seconds that threads work on a prompt, before it is worth a word
 
 
 class Cores:
@@ -21,22 +22,24 @@ class Cores:
         """options: resolved."""
         self._n_threads = options.n_threads or 1
         self.on_cpu = options.on_cpu or not any(device.gpu for device in devices())
-        self._watch = CoreWatch() if self._n_threads > 1 and self.on_cpu else None
+        watched = self._n_threads > 1 and self.on_cpu
+        self._steps = CoreWatch() if watched else None
+        self._batches = CoreWatch() if watched else None
 
     def after_step(self) -> list[Warn]:
         """Return a warning if it is time for it."""
-        return self._look() if self._watch and self._watch.due() else []
+        return self._look(self._steps) if self._steps and self._steps.due() else []
 
     def after_batch(self) -> list[Warn]:
-        """Return a warning if it is time for it. A batch of a prompt takes so long that each is looked at."""
-        return self._look() if self._watch and not self._watch.over else []
+        """Return a warning if a prompt takes long, and it is time for it. A batch of it takes so long that each is looked at."""
+        return self._look(self._batches, _LONG_S) if self._batches and not self._batches.over else []
 
-    def _look(self) -> list[Warn]:
-        if self._watch is None:
-            return []
-        share = self._watch.look(thread_times())
+    def _look(self, watch: CoreWatch, *least: float) -> list[Warn]:
+        share = watch.look(thread_times(), *least)
         if share is None:
             return []
+        for each in filter(None, (self._steps, self._batches)):
+            each.over = True
         return [
             Warn(
                 f"threads wait for a core {100 * share:.0f} % of the time, as beside another busy program: `n_threads` is"

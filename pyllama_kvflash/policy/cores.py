@@ -19,10 +19,11 @@ class CoreWatch:
         self._n_steps += 1
         return not self.over and self._n_steps % N_STEPS == 1
 
-    def look(self, times: tuple[float, float] | None) -> float | None:
+    def look(self, times: tuple[float, float] | None, least: float = _LEAST_S) -> float | None:
         """Return the share of their time that threads waited since the look before, the first time that it is large.
 
-        times: seconds that the threads of this process worked, and that they waited for a core, so far; None: not known.
+        times: seconds that the threads of this process worked, and that they waited for a core, so far; None: not known. least: of both
+        together, since the look before.
         """
         if times is None:
             self.over = True
@@ -34,7 +35,7 @@ class CoreWatch:
         if worked < 0 or waited < 0:  # a thread has ended, and its times with it
             self._before = times
             return None
-        if worked + waited < _LEAST_S:
+        if worked + waited < least:
             return None
         self._before = times
         share = waited / (worked + waited)
