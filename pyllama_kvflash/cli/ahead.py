@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli.report import Reporter
@@ -45,10 +46,11 @@ class Ahead:
             for event in self._kv.prefill(tokens):
                 if isinstance(event, Prefill):
                     self._last = event
-        except KVFlashError:  # what is missing is read with the message, which says what is wrong
+        except (KVFlashError, MemoryError):  # what is missing is read with the message, which says what is wrong
             self._on_part(time.perf_counter() - start)
             return
-        self._on_read(time.perf_counter() - start)
+        with suppress(KVFlashError, MemoryError):  # it is tried again at the end
+            self._on_read(time.perf_counter() - start)
 
     def settle(self) -> None:
         """Wait until the text is read, with a bar. Ctrl-C stops it where native.interruptible() is in effect."""

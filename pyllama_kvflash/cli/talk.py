@@ -60,6 +60,7 @@ class Talk:
     ) -> None:
         self._kv, self._template, self._sampling, self._n_predict = kv, template, sampling, n_predict
         self._reporter, self._kept = reporter, kept
+        self._unfit: list[File] = []  # that cannot be read, which was said
         self._ahead = Ahead(kv, reporter, self._has_read, kept.took)
         self._said = Conversation(system)
         self._stats: Stats | None = None  # of the last answer
@@ -121,13 +122,14 @@ class Talk:
 
     def _read_ahead(self) -> None:
         """Begin to read what comes before the next message, whatever that is."""
-        if self._ahead.reads or not self._said.waiting:
+        if self._ahead.reads or self._said.waiting in ([], self._unfit):
             return
         try:
             tokens = self._sure()
             self._kv.decoder.check_fits(len(tokens), 0)
             n = self._begin_with(tokens)
         except KVFlashError as err:
+            self._unfit = list(self._said.waiting)
             self._reporter.warn(str(err))
             return
         if len(tokens) - n >= _WORTH:
