@@ -145,6 +145,8 @@ def test_what_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     check_error(invoke("ask", str(BUNDLED_MODEL), book, "-n", "0"), USAGE, "-n/--predict is 0")
     res = invoke("ask", str(BUNDLED_MODEL), book, *SMALL, "-c", "256", "-p", "x")
     assert (res.exit_code, "do not fit the context of 256" in res.stderr) == (USAGE, True)
+    res = invoke("ask", str(BUNDLED_MODEL), book, *SMALL, "-p", "x", "-p", "word " * 5000)
+    assert (res.exit_code, "do not fit" in res.stderr) == (USAGE, True), "a question without an answer is a failure"
     monkeypatch.setenv("LLAMA_ARG_MODEL", str(BUNDLED_MODEL))
     assert good("ask", book, *SMALL, "-p", "x").stdout, "the model is the environment's"
     assert invoke("ask", "-m", str(folder / "t.jinja"), book, "-p", "x").exit_code == RUNTIME

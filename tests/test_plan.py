@@ -294,6 +294,8 @@ def test_layers_are_left_to_the_cpu_where_a_card_is_too_small(tmp_path: Path) ->
         f"-ngl {n}" in good("plan", str(path), "--headroom", "0", "--memory", "4G", "--ram", "32G", "-c", "32K").stdout
     )
     assert not any("-ngl" in way["command"] for way in planned(str(path), "--memory", "12G", "-c", "32K")["ways"])
+    short = planned(str(path), "--memory", "4G", "--ram", "32G", "-c", "1K")
+    assert " --kvflash off " in short["ways"][short["best"]]["command"], "there is no pool as small"
 
 
 def test_a_desktop_takes_a_part_of_a_card() -> None:

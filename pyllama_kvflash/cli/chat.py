@@ -75,7 +75,9 @@ def chat(model_arg: str | None, model: str | None, *, quiet: bool | None, **opti
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A conversation that a command line asks for. lines: its messages; typed: by a person, whose next one takes a while."""
+    """A conversation that a command line asks for. lines: its messages; typed: by a person, whose next one takes a while;
+    asks_once: they are of the command line, and one without an answer is a failure.
+    """
 
     files: tuple[File, ...]
     system: str | None
@@ -85,6 +87,7 @@ class Asked:
     kept: Kept
     lines: Iterator[str]
     typed: bool
+    asks_once: bool
 
     @classmethod
     def of(
@@ -114,7 +117,9 @@ class Asked:
         if options["pool"] != "off":
             options["snapshots"] = kept.expect(sum(len(file.text) for file in texts), options["n_ctx"])
         lines = iter(questions) if questions else messages(reporter)
-        return cls(texts, system, n_predict, sampling, source, kept, lines, not questions and is_typed())
+        return cls(
+            texts, system, n_predict, sampling, source, kept, lines, not questions and is_typed(), bool(questions)
+        )
 
 
 def converse(path: Path, asked: Asked, options: dict[str, Any], reporter: Reporter) -> int:
@@ -131,4 +136,6 @@ def converse(path: Path, asked: Asked, options: dict[str, Any], reporter: Report
         talk = Talk(kv, template, asked.sampling, asked.n_predict, asked.system, reporter, asked.kept)
         talk.add(*asked.files)
         code = talk.run(asked.lines, typed=asked.typed)
+    if asked.asks_once:
+        return talk.code
     return 0 if asked.typed else code

@@ -37,6 +37,9 @@ def _read(data: bytes, what: str, kind: str, library: str, parts: Any, tool: str
         why = (str(err).strip().splitlines() or [type(err).__name__])[0][:200]
         msg = f"{what} is {kind} that cannot be read ({why}): {instead}"
         raise UsageError(msg) from None
+    text = (
+        text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+    )  # what a library makes of a wrong font table
     if not text:
         msg = f"{what} is {kind} without text, of images perhaps: recognise its text first, as ocrmypdf does"
         raise UsageError(msg)

@@ -19,7 +19,15 @@ from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.turns import Conversation, File, Turn, left_out
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import DeviceLostError, KVFlashError, NativeError, OutputError, UsageError, counted
+from pyllama_kvflash.errors import (
+    DeviceLostError,
+    Interrupted,
+    KVFlashError,
+    NativeError,
+    OutputError,
+    UsageError,
+    counted,
+)
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
 from pyllama_kvflash.native import Sampling, Tokens
 from pyllama_kvflash.text import n_common
@@ -65,7 +73,7 @@ class Talk:
         self._said = Conversation(system)
         self._stats: Stats | None = None  # of the last answer
         self._answered = ""  # of the last answer, so far
-        self._code = 0  # of the last thing that failed
+        self.code = 0  # of the last thing that failed
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/file": lambda name: self.add(File(name, text_of(name), stays=False)),
@@ -98,8 +106,10 @@ class Talk:
                 if typed:
                     self._read_ahead()
                 if (line := next(lines, "/exit")) == "/exit":
-                    return 0 if self._stats else self._code
+                    return 0 if self._stats else self.code
                 self._take(line)
+                if self.code == Interrupted.exit_code and not typed:
+                    return self.code
         finally:
             self._ahead.stop()
             self._kept.save(self._kv)
@@ -125,9 +135,10 @@ class Talk:
         if self._ahead.reads or self._said.waiting in ([], self._unfit):
             return
         try:
-            tokens = self._sure()
-            self._kv.decoder.check_fits(len(tokens), 0)
-            n = self._begin_with(tokens)
+            with native.interruptible():
+                tokens = self._sure()
+                self._kv.decoder.check_fits(len(tokens), 0)
+                n = self._begin_with(tokens)
         except KVFlashError as err:
             self._unfit = list(self._said.waiting)
             self._reporter.warn(str(err))
@@ -157,7 +168,7 @@ class Talk:
         return self._kv.keep_common(tokens)
 
     def _failed(self, err: KVFlashError, what: str) -> None:
-        self._code = err.exit_code
+        self.code = err.exit_code
         self._reporter.warn(what)
 
     def _help(self, _: str) -> None:
@@ -225,8 +236,10 @@ class Talk:
         self._reporter.answered(done.stats, done.reason)
         self._has_read(done.stats.prefill_s)
         self._kept.say()
-        if not answer and done.reason == "interrupted":
-            return False
+        if done.reason == "interrupted":
+            self.code = Interrupted.exit_code
+            if not answer:
+                return False
         self._stats = done.stats
         self._said.turns = [*turns, replace(turn, answer=answer.strip())]
         return True
@@ -269,7 +282,7 @@ class Talk:
                     text = self._answered = text + shown
                     click.echo(shown, nl=False)
                 if isinstance(event, Done):
-                    click.echo(nl=not text.endswith("\n"))
+                    click.echo(nl=not text.endswith("\n") and (text != "" or event.reason != "interrupted"))
                     return text, event
         msg = "the engine stopped without a last event"
         raise AssertionError(msg)

@@ -159,11 +159,11 @@ class _Look:
         size = next((size for size in POOLS[3:] if size < self._base.n_ctx), None)
         small = {"n_ubatch": SMALL_BATCH} if self._base.n_ubatch > SMALL_BATCH else {}
         for kind, bits in (("f16", "4"), ("q8_0", "4"), ("f16", "2")):
-            try:
-                offer = self._offer("pool", {"pool": size or 1, "coarse": bits, **_types(kind), **small})
-            except UnsupportedError:  # no pool, or no codes
-                offer = self._offer(kind, {"pool": "off", **_types(kind), **small})
-            if offer.lacking and not offer.experts:
+            offer = self._offer(kind, {"pool": "off", **_types(kind), **small})
+            with suppress(UnsupportedError):  # no pool, or no codes
+                if size:
+                    offer = self._offer("pool", {"pool": size, "coarse": bits, **_types(kind), **small})
+            if offer.lacking and not offer.experts and len(layers) > 1:
                 offer = self._moved(offer, layers)
             if not offer.lacking:
                 yield offer
