@@ -165,6 +165,23 @@ def test_documents_are_read(tmp_path: Path) -> None:
     assert read_text(str(tmp_path / "a.docx")) == "First.\n\nname | age\nAda | 36\n\nLast."
 
 
+def test_all_text_of_a_docx_is_read(tmp_path: Path) -> None:
+    """In content controls, insertions and tables in tables, and merged cells once; what was deleted is not."""
+    docx = pytest.importorskip("docx")
+    document, w = docx.Document(), "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    table = document.add_table(1, 3)
+    table.cell(0, 0).merge(table.cell(0, 1)).text = "merged"
+    table.cell(0, 2).add_table(1, 1).cell(0, 0).text = "nested"
+    for inside in (
+        "<w:sdt><w:sdtContent><w:p><w:r><w:t>control</w:t></w:r></w:p></w:sdtContent></w:sdt>",
+        "<w:p><w:ins w:id='1'><w:r><w:t>in</w:t><w:tab/><w:t>serted</w:t></w:r></w:ins></w:p>",
+        "<w:p><w:del w:id='2'><w:r><w:delText>gone</w:delText></w:r></w:del></w:p>",
+    ):
+        document.element.body.insert(-1, docx.oxml.parse_xml(inside.replace(">", f" xmlns:w='{w}'>", 1)))
+    document.save(tmp_path / "a.docx")
+    assert read_text(str(tmp_path / "a.docx")) == "merged | nested\n\ncontrol\n\nin\tserted"
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [

@@ -2,7 +2,7 @@
 
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -59,8 +59,28 @@ def _is_docx(data: bytes) -> bool:
 
 
 def _paragraphs(docx: Any, file: io.BytesIO) -> Iterator[str]:
-    for block in docx.Document(file).iter_inner_content():
-        if hasattr(block, "rows"):
-            yield "\n".join(" | ".join(cell.text.strip() for cell in row.cells) for row in block.rows)
+    yield from _blocks(docx.Document(file).element.body, docx.oxml.ns.qn)
+
+
+def _blocks(node: Any, qn: Callable[[str], str]) -> Iterator[str]:
+    """Yield paragraphs, and tables with a line for each row, wherever they are in a node: content controls and insertions have some."""
+    for child in node:
+        if child.tag == qn("w:p"):
+            yield _line(child, qn)
+        elif child.tag == qn("w:tbl"):
+            rows = (row for row in child.iter(qn("w:tr")) if next(row.iterancestors(qn("w:tbl"))) is child)
+            yield "\n".join(" | ".join(_cells(row, qn)) for row in rows)
         else:
-            yield block.text
+            yield from _blocks(child, qn)
+
+
+def _cells(row: Any, qn: Callable[[str], str]) -> Iterator[str]:
+    for cell in row.iter(qn("w:tc")):
+        if next(cell.iterancestors(qn("w:tr"))) is row:  # not of a table within
+            yield " ".join(filter(None, (block.strip() for block in _blocks(cell, qn))))
+
+
+def _line(paragraph: Any, qn: Callable[[str], str]) -> str:
+    marks = {qn("w:tab"): "\t", qn("w:br"): "\n", qn("w:cr"): "\n"}
+    runs = (node for node in paragraph.iter() if node.tag in {qn("w:t"), *marks})
+    return "".join(marks.get(node.tag) or node.text or "" for node in runs)
