@@ -39,10 +39,18 @@ class Rope:
         if self.scaling == "none" and self.scale > 1:
             msg = "`rope.scaling` is 'none', so `rope.scale` does nothing: leave one of the two out"
             raise UsageError(msg)
-        check_range(self.freq_base, 0, 1e12, "rope.freq_base", "0 is the model's")
+        if self.freq_base:
+            check_range(self.freq_base, 2, 1e12, "rope.freq_base", "10,000 is usual, 0 is the model's")
         check_range(self.orig_ctx, 0, 1 << 30, "rope.orig_ctx", "0 is the model's")
         for name in ("ext_factor", "attn_factor", "beta_slow", "beta_fast"):
-            check_range(getattr(self, name), -1, _MOST, f"rope.{name}", "-1 is the model's")
+            value = getattr(self, name)
+            if value != -1:
+                check_range(value, 0, _MOST, f"rope.{name}", "-1 is the model's")
+                if self.scaling in ("none", "linear"):
+                    msg = (
+                        f"`rope.{name}` is of YaRN, and `rope.scaling` is {self.scaling!r}: give yarn, or leave it out"
+                    )
+                    raise UsageError(msg)
 
     def apply(self, params: Any) -> None:
         """Write it to a llama_context_params."""
