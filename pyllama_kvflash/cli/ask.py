@@ -5,12 +5,10 @@ from typing import Any
 import click
 
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.chat import Asked, converse
+from pyllama_kvflash.cli.chat import TALK, Asked, converse
 from pyllama_kvflash.cli.fetch import located, named_model
-from pyllama_kvflash.cli.kept import PREFIX_CACHE
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, reads
-from pyllama_kvflash.cli.serve import TEMPLATE
 from pyllama_kvflash.errors import UsageError
 
 HELP = """Ask questions about files: texts, PDF and DOCX (pip install 'pyllama-kvflash[documents]').
@@ -40,15 +38,7 @@ A text may be as long as the context (-c) holds: 32K tokens are some 90 pages.
     help="Answer this, and end. It can be given several times.",
 )
 @params.SYSTEM
-@params.ANSWER_LENGTH
-@TEMPLATE
-@params.POOL
-@params.SPEC
-@params.CONTEXT
-@params.COMPUTE
-@params.SAMPLING
-@PREFIX_CACHE
-@params.VERBOSITY
+@TALK
 def ask(
     model_arg: str | None,
     model: str | None,

@@ -45,6 +45,20 @@ The chat template is the model's own.
 """
 
 
+TALK = params.options(
+    params.ANSWER_LENGTH,
+    TEMPLATE,
+    params.POOL,
+    params.SPEC,
+    params.CONTEXT,
+    params.COMPUTE,
+    params.SAMPLING,
+    PREFIX_CACHE,
+    params.VERBOSITY,
+)
+"""Options of every conversation, which Asked.of() takes, with params.SYSTEM."""
+
+
 @click.command(cls=Command, help=HELP, short_help="Talk with a model.")
 @params.MODEL
 @params.SYSTEM
@@ -57,15 +71,7 @@ The chat template is the model's own.
     multiple=True,
     help="Text file, PDF or DOCX that is put before the first message, and stays. It can be given several times.",
 )
-@params.ANSWER_LENGTH
-@TEMPLATE
-@params.POOL
-@params.SPEC
-@params.CONTEXT
-@params.COMPUTE
-@params.SAMPLING
-@PREFIX_CACHE
-@params.VERBOSITY
+@TALK
 def chat(model_arg: str | None, model: str | None, *, quiet: bool | None, **options: Any) -> int:
     """Talk with a model in a terminal. Returns the exit code."""
     reporter = Reporter(quiet=quiet)

@@ -28,8 +28,10 @@ def heading(kv: KVFlash) -> list[str]:
     o, s = kv.options, kv.stats()
     each = f", for each of {o.n_parallel} answers at once" if o.n_parallel > 1 else ""
     head = f"{kv.model.description}, a context of {o.n_ctx:,} tokens{each}"
-    on_gpu = sum(need.kv + need.coarse + need.panes + need.states for need in kv.memory if need.gpu)
-    in_ram = sum(need.kv + need.coarse + need.panes + need.states for need in kv.memory if not need.gpu)
+    on_gpu, in_ram = (
+        sum(need.kv + need.coarse + need.panes + need.states for need in kv.memory if need.gpu == gpu)
+        for gpu in (True, False)
+    )
     types = o.type_k if o.type_k == o.type_v else f"{o.type_k}/{o.type_v}"
     if kv.n_pool is None:
         places = [
