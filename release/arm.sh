@@ -5,6 +5,7 @@
 #     release/arm.sh wheel               # dist/*_aarch64.whl
 #     release/arm.sh test [PYTEST...]    # on the wheel. QEMU_CPU chooses a processor; see arm_limit.py for KVFLASH_ARM_LIMIT
 #     release/arm.sh sh COMMAND          # a command there; this clone is /src
+#     release/arm.sh free                # before $KVFLASH_ARM_ROOT is removed: this machine's /dev is bound there
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -71,7 +72,7 @@ wheel)
     make wheel WHEEL_OPTIONS=--aarch64
     ;;
 test)
-    wheel=$(ls dist/*_aarch64.whl)
+    wheel=$(ls -t dist/*_aarch64.whl | head -n 1) # the newest
     [ "$root/tests/installed" -nt "$wheel" ] || $python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
         --target "$root/tests/lib/python3.11/site-packages" --only-binary :all: --python-version 3.11 --abi abi3 \
         $(platforms) "$wheel"
@@ -87,8 +88,13 @@ sh)
     env=(KVFLASH_TEST_THREADS=1 PYTHONPATH=/src/tests QEMU_CPU="${QEMU_CPU:-cortex-a72}")
     inside "${@:2}"
     ;;
+free)
+    for at in dev proc src; do
+        ! mountpoint -q "$root/$at" || umount -R "$root/$at"
+    done
+    ;;
 *)
-    sed -n 's/^# \{0,1\}//p' "$0" | sed 1d | head -n 6
+    sed -n 's/^# \{0,1\}//p' "$0" | sed 1d | head -n 7
     exit 2
     ;;
 esac

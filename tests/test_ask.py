@@ -2,9 +2,12 @@
 
 import json
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
@@ -14,11 +17,18 @@ from support.commands import RUNTIME, USAGE, check_error, good, invoke
 from support.documents import docx, pdf
 from support.terminal import Terminal
 
+from pyllama_kvflash import native
 from pyllama_kvflash.cli import documents, kept
+from pyllama_kvflash.cli.ahead import Ahead
 from pyllama_kvflash.cli.read import read_text
-from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.cli.report import Reporter
+from pyllama_kvflash.errors import Interrupted, UsageError
+from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+
+if TYPE_CHECKING:
+    from pyllama_kvflash.engine.engine import KVFlash
 
 pytestmark = pytest.mark.native
 
@@ -88,7 +98,9 @@ def test_a_file_is_read_while_a_question_is_typed(document: Any, folder: Path) -
         terminal.until(r"reading 2,\d\d\d tokens while you type(.|\n)*> ")
         terminal.press("\x03", "/exit or Ctrl-D leaves(.|\n)*> ")
         terminal.type("/context\r")
-        terminal.until("files: .*first.txt, .*second.txt")
+        terminal.until("files: .*first.txt, .*second.txt(.|\n)*> ")
+        terminal.type("/stats\r")
+        terminal.until("there is no answer yet(.|\n)*> ")
         terminal.type(f"{one.question}\r")
         terminal.until(rf"{one.answer}(.|\n)*kvflash: read \d\d tokens(.|\n)*> ")
         terminal.type("/exit\r")
@@ -110,7 +122,10 @@ def test_a_command_comes_while_a_file_is_read(folder: Path, command: str) -> Non
         if command == "What?":
             terminal.until("reading")
             terminal.type("\x03")
-            terminal.until("interrupted\r?\n(.|\n)*> ")
+            terminal.until("interrupted\r?\n")
+            terminal.type("/context\r")
+            terminal.until("long.txt\r?\n")  # what was stopped does not begin again
+            assert "while you type" not in terminal.seen
         if command != "/exit":
             terminal.type("/exit\r")
         assert terminal.process.wait(30) == 0
@@ -118,8 +133,38 @@ def test_a_command_comes_while_a_file_is_read(folder: Path, command: str) -> Non
         terminal.close()
 
 
+def test_ctrl_c_twice_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one is for what is read, and the second one ends the wait for it."""
+    began, stop, took = threading.Event(), threading.Event(), []
+
+    class Slow:
+        def prefill(self, _: Any) -> Iterator[Prefill]:
+            began.set()
+            stop.wait()
+            yield Prefill(1, 2, 0.1, 0, 0)
+            raise Interrupted("stopped")
+
+    def pressed(_: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "interrupt", lambda on: stop.set() if on else stop.clear())
+    ahead = Ahead(cast("KVFlash", Slow()), Reporter(), lambda _: None, took.append)
+    ahead.begin(np.zeros(2, np.int32))
+    assert began.wait(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead._ended, "wait", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            ahead.settle()
+    assert ahead.reads
+    assert took == []
+    ahead.stop()
+    assert len(took) == 1
+    assert not ahead.reads
+    assert not stop.is_set()
+
+
 def test_a_run_without_a_prompt_is_a_conversation(tmp_path: Path) -> None:
-    terminal = Terminal("run", str(BUNDLED_MODEL), *SMALL)
+    terminal = Terminal("run", str(BUNDLED_MODEL), *SMALL, "-cnv")
     try:
         terminal.until("context of 4,096 tokens(.|\n)*> ")
         terminal.type("hello\r")
@@ -143,6 +188,7 @@ def test_what_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     check_error(invoke("ask", str(BUNDLED_MODEL)), USAGE, "there is no file to ask about")
     check_error(invoke("ask", str(BUNDLED_MODEL), str(folder)), USAGE, "cannot be read: Is a directory")
     check_error(invoke("ask", str(BUNDLED_MODEL), book, "-n", "0"), USAGE, "-n/--predict is 0")
+    check_error(invoke("ask", str(BUNDLED_MODEL), book, "-p", " "), USAGE, "the question is empty")
     res = invoke("ask", str(BUNDLED_MODEL), book, *SMALL, "-c", "256", "-p", "x")
     assert (res.exit_code, "do not fit the context of 256" in res.stderr) == (USAGE, True)
     res = invoke("ask", str(BUNDLED_MODEL), book, *SMALL, "-p", "x", "-p", "word " * 5000)
@@ -159,7 +205,7 @@ def test_what_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_documents_are_read(tmp_path: Path) -> None:
     pytest.importorskip("pypdf")
-    (tmp_path / "a.pdf").write_bytes(pdf("The heir is Ada.", "She lives in Oldbury."))
+    (tmp_path / "a.pdf").write_bytes(b"From a mail\r\n" + pdf("The heir is Ada.", "She lives in Oldbury."))
     assert read_text(str(tmp_path / "a.pdf")) == "The heir is Ada.\n\nShe lives in Oldbury."
     (tmp_path / "a.docx").write_bytes(docx("First.", [["name", "age"], ["Ada", "36"]], "Last."))
     assert read_text(str(tmp_path / "a.docx")) == "First.\n\nname | age\nAda | 36\n\nLast."

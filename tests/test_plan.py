@@ -294,6 +294,8 @@ def test_layers_are_left_to_the_cpu_where_a_card_is_too_small(tmp_path: Path) ->
         f"-ngl {n}" in good("plan", str(path), "--headroom", "0", "--memory", "4G", "--ram", "32G", "-c", "32K").stdout
     )
     assert not any("-ngl" in way["command"] for way in planned(str(path), "--memory", "12G", "-c", "32K")["ways"])
+    given = planned(str(path), "--memory", "4G", "--ram", "32G", "-c", "32K", "-ub", "256")["ways"]
+    assert all(re.findall(r" -ub (\d+)", way["command"]) == ["256"] for way in given), "what is given stays"
     short = planned(str(path), "--memory", "4G", "--ram", "32G", "-c", "1K")
     assert " --kvflash off " in short["ways"][short["best"]]["command"], "there is no pool as small"
 
@@ -379,6 +381,14 @@ def test_a_context_beyond_what_was_trained_is_warned_of() -> None:
     for n_ctx in (trained, trained + 1):
         said = good("plan", str(BUNDLED_MODEL), "--memory", "8GB", "-c", str(n_ctx), "--json").stderr
         assert ("is longer than the 67,584 the model was trained on" in said) == (n_ctx > trained)
+
+
+def test_scaled_positions_are_planned_for() -> None:
+    scaled = ("--rope-scaling", "yarn", "--rope-scale", "2.0", "--yarn-orig-ctx", "16384")
+    found = planned("--memory", "8G", *scaled)
+    assert found["n_ctx"] == 32_768
+    assert all(" ".join(("-c 32K", *scaled)) in way["command"] for way in found["ways"])
+    assert "longer than" not in good("plan", "--memory", "8G", "-c", "32K", *scaled).stderr
 
 
 @pytest.mark.skipif(any(d.gpu for d in devices()), reason="there is a GPU")

@@ -145,6 +145,19 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_ARG_ROPE_SCALING_TYPE", "linear")
     monkeypatch.setenv("LLAMA_ARG_ROPE_SCALE", "2")
     assert rope_of() == Rope(scaling="linear", scale=2)
+    assert rope_of("--rope-freq-scale", "0.25") == Rope(scaling="linear", scale=4), "what is typed is meant"
+    monkeypatch.delenv("LLAMA_ARG_ROPE_SCALE")
+    monkeypatch.setenv("LLAMA_ARG_ROPE_FREQ_SCALE", "0.5")
+    assert rope_of() == Rope(scaling="linear", scale=2)
+    assert rope_of("--rope-scale", "8") == Rope(scaling="linear", scale=8)
+
+
+def test_a_part_of_yarn_without_yarn_is_warned_of(opened: Open) -> None:
+    said = "does nothing: it is of YaRN, which this model does not have"
+    for rope in (Rope(beta_fast=16), Rope(orig_ctx=1024), Rope(scale=2, beta_slow=2)):
+        assert any(said in text for text in opened(rope=rope, n_ctx=2 * tiny.N_CTX).warnings)
+    for rope in (Rope(attn_factor=1.2), Rope(beta_fast=16, ext_factor=1, scale=2), YARN):
+        assert not any(said in text for text in opened(rope=rope, n_ctx=2 * tiny.N_CTX).warnings)
 
 
 def test_faults_have_the_names_of_the_command_line(environment: None) -> None:

@@ -23,29 +23,31 @@ class Ahead:
     def __init__(self, kv: KVFlash, reporter: Reporter, on_read: Seconds, on_part: Seconds) -> None:
         """on_read, on_part: called in the thread with the seconds that a text took, or a part of it that was stopped."""
         self._kv, self._reporter, self._on_read, self._on_part = kv, reporter, on_read, on_part
-        self._thread: threading.Thread | None = None
-        self._last: Prefill | None = None  # what was read so far
-
-    @property
-    def reads(self) -> bool:
-        """Whether a text was begun, and neither waited for nor stopped."""
-        return self._thread is not None
+        self._ended = threading.Event()  # Thread.join() does not wait again once Ctrl-C has ended it (Python 3.11)
+        self.reads = False  # whether a text was begun, and neither waited for nor stopped
+        self.progress: Prefill | None = None  # what was read so far
 
     def begin(self, tokens: Tokens) -> None:
         """Read these tokens (n,) int32 after what is in the context."""
-        self._last = None
-        self._thread = threading.Thread(target=self._read, args=(tokens,), name="kvflash-ahead", daemon=True)
+        self.progress = None
+        self._ended.clear()
+        thread = threading.Thread(target=self._run, args=(tokens,), name="kvflash-ahead", daemon=True)
+        with suppress(RuntimeError):  # there is no memory for a thread: the text is read with the message
+            thread.start()
+            self.reads = True
+
+    def _run(self, tokens: Tokens) -> None:
         try:
-            self._thread.start()
-        except RuntimeError:  # there is no memory for a thread: the text is read with the message
-            self._thread = None
+            self._read(tokens)
+        finally:
+            self._ended.set()
 
     def _read(self, tokens: Tokens) -> None:
         start = time.perf_counter()
         try:
             for event in self._kv.prefill(tokens):
                 if isinstance(event, Prefill):
-                    self._last = event
+                    self.progress = event
         except (KVFlashError, MemoryError):  # what is missing is read with the message, which says what is wrong
             self._on_part(time.perf_counter() - start)
             return
@@ -53,23 +55,29 @@ class Ahead:
             self._on_read(time.perf_counter() - start)
 
     def settle(self) -> None:
-        """Wait until the text is read, with a bar. Ctrl-C stops it where native.interruptible() is in effect."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        """Wait until the text is read, with a bar. Ctrl-C stops it where native.interruptible() is in effect; pressed twice, it
+        leaves that to stop().
+        """
+        if not self.reads:
             return
         with self._reporter.prefilling() as bar:
-            while thread.is_alive():
-                if self._last is not None:
-                    bar(self._last)
-                thread.join(_LOOK_SECONDS)
+            while not self._ended.wait(_LOOK_SECONDS):
+                if self.progress is not None:
+                    bar(self.progress)
+        self.reads = False
 
     def stop(self) -> None:
-        """Stop reading; what was read stays in the context."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        """Stop reading; what was read stays in the context. Ctrl-C takes effect after that."""
+        if not self.reads:
             return
         native.interrupt(True)
-        try:
-            thread.join()
-        finally:
-            native.interrupt(False)
+        pressed: KeyboardInterrupt | None = None
+        while not self._ended.is_set():
+            try:
+                self._ended.wait()
+            except KeyboardInterrupt as err:
+                pressed = err
+        native.interrupt(False)
+        self.reads = False
+        if pressed:
+            raise pressed

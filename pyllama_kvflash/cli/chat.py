@@ -108,6 +108,9 @@ class Asked:
         check_given(system, "-sys/--system-prompt")
         for question in questions:
             check_given(question, "-p/--prompt")
+            if not question.strip():
+                msg = 'the question is empty: give one with -p "text"'
+                raise UsageError(msg)
         if sys.stdin is None and not questions:
             msg = "stdin is closed: there is nobody to talk with"
             raise UsageError(msg)
@@ -139,9 +142,19 @@ def converse(path: Path, asked: Asked, options: dict[str, Any], reporter: Report
     with kv:
         template = ChatTemplate.of(kv.model, asked.template)
         reporter.opened(kv, template.warning)
-        talk = Talk(kv, template, asked.sampling, asked.n_predict, asked.system, reporter, asked.kept)
+        talk = Talk(
+            kv,
+            template,
+            asked.sampling,
+            asked.n_predict,
+            asked.system,
+            reporter,
+            asked.kept,
+            typed=asked.typed,
+            hints=not asked.asks_once,
+        )
         talk.add(*asked.files)
-        code = talk.run(asked.lines, typed=asked.typed)
+        code = talk.run(asked.lines)
     if asked.asks_once:
         return talk.code
     return 0 if asked.typed else code

@@ -9,6 +9,7 @@ from typing import Any
 from pyllama_kvflash.errors import UsageError
 
 _PDF, _ZIP, _BODY = b"%PDF-", b"PK\x03\x04", "word/document.xml"
+_EDGE = 1024  # bytes at both ends of a PDF, within which readers look for its marks: some have a mail's lines before it
 
 
 def text_of(data: bytes, what: str) -> str | None:
@@ -17,7 +18,7 @@ def text_of(data: bytes, what: str) -> str | None:
     Pages, paragraphs and rows of tables are lines of their own, in the document's order. Raises UsageError if a library is missing, or cannot
     read it, and if there is no text in it.
     """
-    if data.startswith(_PDF):
+    if data.startswith(_PDF) or (_PDF in data[:_EDGE] and b"%%EOF" in data[-_EDGE:]):
         return _read(data, what, "a PDF", "pypdf", _pages, "pdftotext")
     if data.startswith(_ZIP) and _is_docx(data):
         return _read(data, what, "a DOCX", "docx", _paragraphs, "pandoc -t plain")

@@ -32,7 +32,7 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
     """
     res = values | settings.take(values, "")
     del res["settings"]
-    res["rope"] = _rope(res)
+    res["rope"] = rope(res)
     model = res.get("scorer_model")
     if model:
         reads("--set scorer_model", *model_parts(model))
@@ -41,10 +41,16 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
     return res
 
 
-def _rope(values: dict[str, Any]) -> Rope | None:
-    """Take the options of RoPE out of the values. Raises UsageError."""
+def rope(values: dict[str, Any]) -> Rope | None:
+    """Take the options of ROPE out of the values. Raises UsageError."""
     given = {f.name: values.pop(f"rope_{f.name}") for f in fields(Rope)}
     inverse = values.pop("rope_freq_scale")
+    source = click.get_current_context().get_parameter_source
+    typed = [name for name in ("scale", "freq_scale") if source(f"rope_{name}") == ParameterSource.COMMANDLINE]
+    if typed == ["scale"]:  # the other one is the environment's
+        inverse = None
+    elif typed == ["freq_scale"]:
+        given["scale"] = None
     if inverse is not None:
         if not 0 < inverse <= 1 or given["scale"] is not None:
             msg = f"--rope-freq-scale is {inverse:g}: give a number up to 1, such as 0.25 for --rope-scale 4, and only one of the two"
@@ -52,6 +58,13 @@ def _rope(values: dict[str, Any]) -> Rope | None:
         given["scale"] = 1 / inverse
     given = {name: value for name, value in given.items() if value is not None}
     return Rope(**given) if given else None
+
+
+def rope_flags(rope: Rope | None) -> list[str]:
+    """Return the options of a command line that give it."""
+    named = ((option, name) for option, name, *_ in _ROPE if hasattr(rope, name))
+    given = ((option, getattr(rope, name)) for option, name in named if getattr(rope, name) != getattr(Rope(), name))
+    return [text for option, value in given for text in (option, str(value))]
 
 
 def cache_size(values: dict[str, Any]) -> int:
@@ -182,6 +195,11 @@ _ROPE: tuple[tuple[str, str, str, Any, str], ...] = (
 )  # fmt: skip
 """llama.cpp's options for contexts longer than those of training, which the help of -c names: in --help they would hide others."""
 
+ROPE = options(
+    *(click.option(option, f"rope_{name}", type=kind, default=None, hidden=True, envvar=env(variable), help=what)
+      for option, name, variable, kind, what in _ROPE),
+)  # fmt: skip
+
 SYSTEM = click.option("-sys", "--system-prompt", "system", metavar="TEXT", default=None,
                       help="System prompt to use with the model's chat template.")  # fmt: skip
 
@@ -201,8 +219,7 @@ CONTEXT = options(
                  help="KV cache data type for V; a quantised one needs -fa."),
     click.option("-fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="auto",
                  show_default=True, envvar=env("FLASH_ATTN"), help="Flash attention."),
-    *(click.option(option, f"rope_{name}", type=kind, default=None, hidden=True, envvar=env(variable), help=what)
-      for option, name, variable, kind, what in _ROPE),
+    ROPE,
 )  # fmt: skip
 
 COMPUTE = options(

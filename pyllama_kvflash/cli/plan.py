@@ -3,6 +3,7 @@
 import json
 import shlex
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import click
@@ -17,11 +18,10 @@ from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.engine import expected
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.engine.need import DRIVER
-from pyllama_kvflash.engine.offers import Offer, best, offers
+from pyllama_kvflash.engine.offers import SMALL_BATCH, Offer, best, offers
 from pyllama_kvflash.engine.warned import untrained
 from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.native import Model, devices
-from pyllama_kvflash.options import Options
 from pyllama_kvflash.text import printable
 
 HELP = """Say which options suit a machine and a context: what each way takes of the GPU's memory and of RAM, how fast it answers, and how
@@ -83,10 +83,10 @@ is faster there.
     "--ubatch-size",
     "n_ubatch",
     type=kinds.TokenCount(),
-    default=512,
-    show_default=True,
-    help="Physical batch size: prompt tokens computed at once.",
+    default=None,
+    help=f"Physical batch size: prompt tokens computed at once.  [default: 512, or {SMALL_BATCH} where memory is short]",
 )
+@params.ROPE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
     model_arg: str | None,
@@ -96,23 +96,27 @@ def plan(
     headroom: int,
     ram: int | None,
     n_ctx: int,
-    n_ubatch: int,
+    n_ubatch: int | None,
     as_json: bool,
+    **rope_options: Any,
 ) -> None:
     """Print the ways, and the best one as a command."""
     reporter = Reporter()
     gpu, ram = _machine(memory, headroom, ram)
+    rope = params.rope(rope_options)
     with outlined(model_arg, model, reporter) as (path, named):
         check_file(path)
-        with Model.load(path, no_alloc=True) as loaded:
-            n_ctx, name = n_ctx or loaded.n_ctx_train, loaded.description
+        with Model.load(path, no_alloc=True, rope=rope) as loaded:
+            n_ctx, name = n_ctx or loaded.n_reach, loaded.description
             warnings = untrained(loaded, n_ctx)
         found = offers(path, n_ctx, gpu, ram, n_ubatch)
     choice = best(found, n_ctx)
+    typed = [*params.rope_flags(rope), *(["-ub", str(n_ubatch)] if n_ubatch else [])]
+    command = partial(_command, named=named, n_ctx=n_ctx, typed=typed)
     for warning in warnings:
         reporter.warn(warning)
     if as_json:
-        ways = [{**_as_dict(offer, n_ctx), "command": _command(offer, named, n_ctx, n_ubatch)} for offer in found]
+        ways = [{**_as_dict(offer, n_ctx), "command": command(offer)} for offer in found]
         taken = None if choice is None else found.index(choice)
         about = {"model": printable(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram}
         click.echo(json.dumps({**about, "ways": ways, "best": taken}))
@@ -123,7 +127,7 @@ def plan(
     if choice is None:
         raise UsageError(_too_small(found))
     if not as_json:
-        click.echo(f"\n{_command(choice, named, n_ctx, n_ubatch)}")
+        click.echo(f"\n{command(choice)}")
 
 
 def _machine(memory: int | None, headroom: int, ram: int | None) -> tuple[int, int]:
@@ -190,22 +194,23 @@ def _label(offer: Offer) -> str:
     return f"{name}, {kind}{bits}{', lossless' if offer.lossless else ''}{layers}"
 
 
-def _flags(offer: Offer, n_ubatch: int) -> list[str]:
+def _flags(offer: Offer) -> list[str]:
     """Return the options of the command line that make a way."""
-    o = {"n_ubatch": n_ubatch, **offer.options}
+    o = offer.options
     flags = ["--kvflash", "off" if o["pool"] == "off" else f"{o['pool'] // 1024}K"]
     flags += ["--kvflash-coarse", o["coarse"]] if "coarse" in o else []
     flags += ["-ctk", o["type_k"], "-ctv", o["type_v"]] if "type_k" in o else []
     flags += ["--set", "kv_offload=false"] if "kv_offload" in o else []
     flags += ["--kvflash-mode", "lossless"] if offer.lossless else []
-    flags += [] if o["n_ubatch"] == Options().n_ubatch else ["-ub", str(o["n_ubatch"])]
+    flags += ["-ub", str(o["n_ubatch"])] if "n_ubatch" in o else []
     return flags + (["-ngl", str(o["n_gpu_layers"])] if offer.n_on_cpu else [])
 
 
-def _command(offer: Offer, named: list[str], n_ctx: int, n_ubatch: int) -> str:
+def _command(offer: Offer, named: list[str], n_ctx: int, typed: list[str]) -> str:
+    """typed: options that were given, and are not a way's."""
     context = f"{n_ctx // 1024}K" if n_ctx % 1024 == 0 else str(n_ctx)
     moe = ["--n-cpu-moe", "auto"] if offer.experts else []
-    return shlex.join(["kvflash", "run", *named, "-f", "long.txt", "-c", context, *_flags(offer, n_ubatch), *moe])
+    return shlex.join(["kvflash", "run", *named, "-f", "long.txt", "-c", context, *typed, *_flags(offer), *moe])
 
 
 def _speed(offer: Offer, n_ctx: int) -> str:
@@ -255,10 +260,10 @@ def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
 
 def _too_small(found: list[Offer]) -> str:
     least = min(found, key=lambda offer: sum(offer.lacking.values()))
-    weights = sum(need.weights for need in least.needs if need.gpu)
+    weights = sum(need.weights for need in least.needs if need.gpu == least.on_gpu)
     lacks = " and ".join(f"{where} lacks {_gib(n)}" for where, n in least.lacking.items())
     return (
-        f"nothing fits: at the least {lacks}, with {_gib(weights)} of weights on the GPU; take a smaller quantisation or a"
+        f"nothing fits: at the least {lacks}, with {_gib(weights)} of weights{' on the GPU' if least.on_gpu else ''}; take a smaller quantisation or a"
         " shorter context (-c)"
     )
 

@@ -121,7 +121,7 @@ def run(
     refuse_text(context.args)
     if _begins_talk(context):
         reporter = Reporter(quiet=quiet)
-        options = {name: value for name, value in options.items() if name not in _OF_A_PROMPT}
+        options = {name: value for name, value in options.items() if name not in (*_OF_A_PROMPT, "conversation")}
         options |= {"n_predict": n_predict if _is_typed(context, "n_predict") else -1, "template_file": None}
         asked = Asked.of(options, (), reporter)  # as llama-cli does
         return converse(model_path(model_arg, model, reporter), asked, options, reporter)
@@ -171,7 +171,7 @@ def run(
     return Interrupted.exit_code if done.reason == "interrupted" else 0
 
 
-_OF_A_PROMPT = ("prompt", "prompt_files", "conversation", "save_snapshot", "restore", "append")
+_OF_A_PROMPT = ("prompt", "prompt_files", "save_snapshot", "restore", "append")
 _OF_A_RUN = (*_OF_A_PROMPT, "stop", "output", "trace", "stats", "as_json")
 """Parameters that a conversation does not have."""
 
@@ -181,8 +181,9 @@ def _is_typed(context: click.Context, name: str) -> bool:
 
 
 def _begins_talk(context: click.Context) -> bool:
-    """Return whether nothing is asked yet, and a person can type it."""
-    return is_typed() and not any(_is_typed(context, name) for name in _OF_A_RUN)
+    """Return whether nothing is asked yet, and a person can type it. -cnv, which a conversation has anyway, asks nothing."""
+    plain = context.params["conversation"] is False
+    return is_typed() and not plain and not any(_is_typed(context, name) for name in _OF_A_RUN)
 
 
 def refuse_text(words: list[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import numpy as np
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli.ahead import Ahead
@@ -51,6 +52,7 @@ _WORTH = 256  # tokens that are worth reading while a message is typed
 _LOOKING = {"/help", "/context", "/save", "/stats"}  # commands that change nothing
 _QUESTIONS = ("What?", "who", "1.", "é", "(")
 """Messages that begin in all ways: what is before them is the same for any message."""
+_MERGED = 4  # tokens at the end of a text that may be others once more follows
 
 
 class Talk:
@@ -65,10 +67,15 @@ class Talk:
         system: str | None,
         reporter: Reporter,
         kept: Kept,
+        *,
+        typed: bool,
+        hints: bool,
     ) -> None:
+        """typed: a person types the messages, and files are read meanwhile. hints: errors name commands that help."""
+        self._typed, self._hints = typed, hints
         self._kv, self._template, self._sampling, self._n_predict = kv, template, sampling, n_predict
         self._reporter, self._kept = reporter, kept
-        self._unfit: list[File] = []  # that cannot be read, which was said
+        self._unread: list[File] = []  # that wait for the message: they do not fit, or Ctrl-C stopped the reading
         self._ahead = Ahead(kv, reporter, self._has_read, kept.took)
         self._said = Conversation(system)
         self._stats: Stats | None = None  # of the last answer
@@ -83,7 +90,7 @@ class Talk:
             "/context": self._show_context,
             "/save": self._save,
             "/clear": self._clear,
-            "/stats": lambda _: reporter.console.print(stats_table(self._stats or kv.stats())),
+            "/stats": self._show_stats,
         }
 
     def add(self, *files: File) -> None:
@@ -97,18 +104,18 @@ class Talk:
         self._kept.took(seconds)
         self._kept.save(self._kv)
 
-    def run(self, lines: Iterator[str], *, typed: bool) -> int:
+    def run(self, lines: Iterator[str]) -> int:
         """Answer messages and obey commands until there are no more, or /exit. Return the exit code of the last failure, 0 if
-        there was an answer or no failure. typed: a person types them, and files are read meanwhile.
+        there was an answer or no failure.
         """
         try:
             while True:
-                if typed:
+                if self._typed:
                     self._read_ahead()
                 if (line := next(lines, "/exit")) == "/exit":
                     return 0 if self._stats else self.code
                 self._take(line)
-                if self.code == Interrupted.exit_code and not typed:
+                if self.code == Interrupted.exit_code and not self._typed:
                     return self.code
         finally:
             self._ahead.stop()
@@ -124,15 +131,19 @@ class Talk:
             try:
                 self._commands[name](rest.strip())
             except KVFlashError as err:
-                self._failed(err, str(err))
+                self._failed(err)
+            except KeyboardInterrupt:
+                self._failed(Interrupted(f"{name} was interrupted"))
         elif name.startswith("/") and name[1:].isalpha():
             self._reporter.warn(f"there is no {name}: there are {', '.join(self._commands)} and /exit")
         elif self._turn(self._said.turns, Turn(tuple(self._said.waiting), line)):
             self._said.waiting.clear()
+        elif self.code == Interrupted.exit_code:
+            self._unread = list(self._said.waiting)
 
     def _read_ahead(self) -> None:
         """Begin to read what comes before the next message, whatever that is."""
-        if self._ahead.reads or self._said.waiting in ([], self._unfit):
+        if self._ahead.reads or self._said.waiting in ([], self._unread):
             return
         try:
             with native.interruptible():
@@ -140,7 +151,7 @@ class Talk:
                 self._kv.decoder.check_fits(len(tokens), 0)
                 n = self._begin_with(tokens)
         except KVFlashError as err:
-            self._unfit = list(self._said.waiting)
+            self._unread = list(self._said.waiting)
             self._reporter.warn(str(err))
             return
         if len(tokens) - n >= _WORTH:
@@ -149,12 +160,15 @@ class Talk:
 
     def _sure(self) -> Tokens:
         """Return the tokens (n,) int32 that the next message begins with, whatever it says. Raises UsageError."""
+        from pyllama_kvflash.chat import tokenize_chat  # noqa: PLC0415 (slow)
+
         said, waiting = self._said, tuple(self._said.waiting)
-        first, *others = (
-            self._template.tokens(self._kv.model, said.messages([*said.turns, Turn(waiting, question)]))
-            for question in _QUESTIONS
-        )
-        return first[: min(n_common(first, other) for other in others)]
+        texts = [
+            self._template.render(said.messages([*said.turns, Turn(waiting, question)])) for question in _QUESTIONS
+        ]
+        first, *others = (np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4") for text in texts)
+        same = texts[0][: min(n_common(first, other) for other in others)]
+        return tokenize_chat(self._kv.model, same)[:-_MERGED]
 
     def _begin_with(self, tokens: Tokens) -> int:
         """Leave in the context only what it has in common with tokens, without the last one, or what the prefix cache has of them.
@@ -167,9 +181,9 @@ class Talk:
             )
         return self._kv.keep_common(tokens)
 
-    def _failed(self, err: KVFlashError, what: str) -> None:
+    def _failed(self, err: KVFlashError, hint: str = "") -> None:
         self.code = err.exit_code
-        self._reporter.warn(what)
+        self._reporter.warn(f"{err}{hint if self._hints else ''}")
 
     def _help(self, _: str) -> None:
         self._reporter.note("commands:")
@@ -187,11 +201,20 @@ class Talk:
         self._said.system = text or None
         self._reporter.note("the system prompt is replaced" if text else "the system prompt is removed")
 
+    def _show_stats(self, _: str) -> None:
+        if self._stats is None:
+            msg = "there is no answer yet"
+            raise UsageError(msg)
+        self._reporter.console.print(stats_table(self._stats))
+
     def _show_context(self, _: str) -> None:
-        kv, said = self._kv, self._said
+        kv, said, read = self._kv, self._said, self._ahead.progress
         pool = f", a pool of {kv.n_pool:,}" if kv.n_pool else ""
         files = f"; files: {', '.join(file.name for file in said.files)}" if said.files else ""
-        self._reporter.note(f"{kv.n_tokens:,} of {kv.options.n_ctx:,} tokens{pool}; turns: {len(said.turns)}{files}")
+        yet = f"; reading: {read.done:,} of {read.total:,} tokens" if self._ahead.reads and read else ""
+        self._reporter.note(
+            f"{kv.n_tokens:,} of {kv.options.n_ctx:,} tokens{pool}; turns: {len(said.turns)}{files}{yet}"
+        )
 
     def _save(self, name: str) -> None:
         if not name:
@@ -222,16 +245,16 @@ class Talk:
                 turns, tokens = self._fitting(before, turn)
                 answer, done = self._answer(tokens)
         except DeviceLostError as err:
-            self._failed(err, f"{err}; /save FILE keeps the conversation so far")
+            self._failed(err, "; /save FILE keeps the conversation so far")
             if self._answered:
                 self._said.turns = [*before, replace(turn, answer=self._answered.strip())]
             return self._answered != ""
         except NativeError as err:
             self._kv.clear()  # the state of the context is unknown
-            self._failed(err, str(err))
+            self._failed(err)
             return False
         except KVFlashError as err:
-            self._failed(err, f"{err}; /clear begins a new conversation{self._said.outcome()}")
+            self._failed(err, f"; /clear begins a new conversation{self._said.outcome()}")
             return False
         self._reporter.answered(done.stats, done.reason)
         self._has_read(done.stats.prefill_s)

@@ -80,9 +80,9 @@ class Offer:
         return sum(need.total for need in self.needs if need.gpu == gpu)
 
 
-def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int = 512) -> list[Offer]:
+def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = None) -> list[Offer]:
     """Return all ways, whether they fit or not. n_ctx: positions; 0: as many as the model was trained for. gpu, ram: bytes; gpu 0: the CPU
-    computes.
+    computes. n_ubatch: tokens of a physical batch; None: the usual ones, or fewer where those take memory that is missing.
 
     Loads no weights. Raises as planning.needs().
     """
@@ -90,15 +90,15 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int = 512) -> l
         with Model.load(path, no_alloc=True) as model:
             check_runs(model, Options(pool="off"))
             n_ctx, experts, layers = n_ctx or model.n_ctx_train, has_experts(model), _layers(model)
+        base = Options(n_ctx=n_ctx, n_ubatch=Options().n_ubatch if n_ubatch is None else n_ubatch)
         if not gpu:
-            return list(_OnCPU(path, Options(n_ctx=n_ctx, n_ubatch=n_ubatch, n_gpu_layers=0), 0, ram).all())
+            return list(_OnCPU(path, replace(base, n_gpu_layers=0), 0, ram).all())
         # all on the first GPU: more of them have more memory in all, but each holds its own layers
-        cpu_moe = "auto" if experts else 0
-        base = Options(n_ctx=n_ctx, n_ubatch=n_ubatch, split_mode="none", n_cpu_moe=cpu_moe)
+        base = replace(base, split_mode="none", n_cpu_moe="auto" if experts else 0)
         look = _Look(path, base, gpu, ram)
         found = list(look.all())
         if not any(offer.on_gpu and not offer.lacking and _answers_well(offer) for offer in found):
-            found += look.tight(layers)
+            found += look.tight(layers, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {})
         return found
 
 
@@ -154,10 +154,9 @@ class _Look:
             with suppress(UnsupportedError):  # a cache type that the model's rows do not have
                 yield self._offer(kind, {"pool": "off", **_types(kind)})
 
-    def tight(self, layers: list[int]) -> Iterator[Offer]:
+    def tight(self, layers: list[int], small: dict[str, int]) -> Iterator[Offer]:
         """Yield ways for a model that leaves too little of a GPU: with small batches, and with layers on the CPU. layers: bytes of each."""
         size = next((size for size in POOLS[3:] if size < self._base.n_ctx), None)
-        small = {"n_ubatch": SMALL_BATCH} if self._base.n_ubatch > SMALL_BATCH else {}
         for kind, bits in (("f16", "4"), ("q8_0", "4"), ("f16", "2")):
             offer = self._offer(kind, {"pool": "off", **_types(kind), **small})
             with suppress(UnsupportedError):  # no pool, or no codes

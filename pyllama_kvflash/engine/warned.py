@@ -5,7 +5,13 @@ from pyllama_kvflash.options import Options, cores
 
 
 def untrained(model: Model, n_ctx: int) -> tuple[str, ...]:
-    """Return a warning if a context is longer than a model was trained on, with its scaling of RoPE, or if that is for a longer one."""
+    """Return warnings if a context is longer than a model was trained on, with its scaling of RoPE, if that is for a longer one, or of
+    a part that the model does not have.
+    """
+    return _beyond(model, n_ctx) + _without_yarn(model)
+
+
+def _beyond(model: Model, n_ctx: int) -> tuple[str, ...]:
     n_most = model.n_reach
     if n_ctx > n_most:
         scaled = f", scaled by `rope.scale` to {n_most:,}" if n_most > model.n_ctx_train else ""
@@ -16,6 +22,19 @@ def untrained(model: Model, n_ctx: int) -> tuple[str, ...]:
         beyond = f"`rope.scale` is for contexts beyond the {model.n_ctx_train:,} tokens of training"
         return (f"{beyond}, and this one has {n_ctx:,}: it costs quality here; leave it out, or give a larger `n_ctx`",)
     return ()
+
+
+def _without_yarn(model: Model) -> tuple[str, ...]:
+    rope = model.rope
+    given = [name for name in ("beta_slow", "beta_fast") if getattr(rope, name) != -1] + ["orig_ctx"] * bool(
+        rope.orig_ctx
+    )
+    theirs = model.meta(f"{model.meta('general.architecture')}.rope.scaling.type")
+    if not given or "yarn" in (rope.scaling, theirs) or rope.ext_factor > 0:
+        return ()
+    return (
+        f"`rope.{given[0]}` does nothing: it is of YaRN, which this model does not have; give `rope.scaling` yarn, or leave it out",
+    )
 
 
 def idle(options: Options, n_pool: int | None) -> tuple[str, ...]:
