@@ -245,6 +245,7 @@ def test_text_names_each_way_and_marks_the_one_to_take() -> None:
         ),
         (("--memory", "8G", "--ram", "1M"), ("nothing fits: ", "RAM lacks")),
         (("--memory", "lots"), ("'lots' is not a size",)),
+        (("--memory", "1.5"), ("'1.5' is not a size",)),
         (("--memory", "8"), ("'8' is a size in bytes: give it a unit, such as 8G",)),
         (("--memory", "-5"), ("--memory is -5: give a size such as 12G",)),
         (("--memory", "8G", "--ram", "0"), ("--ram is 0: give a size",)),
@@ -304,6 +305,7 @@ def test_a_desktop_takes_a_part_of_a_card() -> None:
     head = good("plan", "--memory", "4G", "-c", "32K").stdout.splitlines()[0]
     assert "a GPU with 3.5 GiB (0.5 GiB more for other programs)" in head
     assert "a GPU with 4.0 GiB, " in good("plan", "--memory", "4G", "-c", "32K", "--headroom", "0").stdout
+    assert "a GPU with 4.5 GiB, " in good("plan", "--memory", "4.5GiB", "-c", "32K", "--headroom", "0").stdout
     assert "--headroom leaves nothing of it" in bad(2, "plan", "--memory", "500M", "-c", "32K")
 
 

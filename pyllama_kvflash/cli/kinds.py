@@ -2,6 +2,7 @@
 
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
 import click
@@ -34,7 +35,7 @@ class TokenCount(click.ParamType[int | str]):
 
 
 class ByteSize(click.ParamType[int]):
-    """A number of bytes: 1048576, or 64G, 64GB, 64GiB or 512M in units of 1,024."""
+    """A number of bytes: 1048576, or 64G, 64GB, 64GiB, 15.2G or 512M in units of 1,024."""
 
     name = "size"
 
@@ -42,12 +43,12 @@ class ByteSize(click.ParamType[int]):
         """Parse the value, or fail with what is allowed."""
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"([+-]?\d+)(?:([KMGT])(?:I?B)?)?", str(value).strip().upper())
+        match = re.fullmatch(r"([+-]?\d+(?:\.\d+(?=[KMGT]))?)(?:([KMGT])(?:I?B)?)?", str(value).strip().upper())
         if not match:
             self.fail(f"{value!r} is not a size: give bytes, or units of 1,024 such as 64GiB or 512M", param, ctx)
         if not match[2] and 0 < int(match[1]) < _UNITS["K"]:
             self.fail(f"{value!r} is a size in bytes: give it a unit, such as {int(match[1])}G", param, ctx)
-        return int(match[1]) * _UNITS[match[2] or ""]
+        return round(Decimal(match[1]) * _UNITS[match[2] or ""])
 
 
 class PathPrefix(click.ParamType[str]):
