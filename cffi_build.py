@@ -189,9 +189,10 @@ enum kvf_outputs { KVF_OUTPUTS_NONE, KVF_OUTPUTS_LAST, KVF_OUTPUTS_ALL, ... };
 struct kvf_pool_params {
     uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every;
     uint32_t n_exchange; uint32_t coarse_k; uint32_t coarse_v; uint32_t late;
+    struct llama_context * panes;
 };
 struct kvf_codes_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_known; uint32_t n_block; uint32_t n_slot; };
-struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; };
+struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; uint64_t least_bytes; };
 struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; uint32_t n_stream; };
 struct kvf_pool_info {
     uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_landing; uint32_t n_kv;

@@ -117,6 +117,9 @@ class Options:
 
     # what is seen of the rest
     coarse: str = "auto"  # bits of the codes by which positions outside the pool are attended to: "4", "2" or "4,2" (keys, values); "off": they are not; "auto": by memory
+    codes_in_panes: bool | None = (
+        None  # whether a GPU has codes where an exact pass has its layers, and on the host while a prompt is read; None: where they do not fit beside it
+    )
 
     # which chunks are resident
     policy: str | Scorer = (
@@ -235,6 +238,9 @@ class Options:
         if self.policy == "fresh" and self.coarse == "off" and self.pool != "off":
             msg = "`policy` is fresh, whose layers choose by codes, and `coarse` is off: give policy qk, or leave `coarse` out"
             raise UsageError(msg)
+        if self.codes_in_panes and self.reads_in_answers:
+            msg = "`codes_in_panes` is True, and an answer reads exactly, too (`mode`, `opening`, `meter`, `min_agreement`): leave it out"
+            raise UsageError(msg)
 
     def _check_cache(self) -> None:
         check_choice(self.type_k, tuple(CACHE_TYPES), "type_k")
@@ -286,6 +292,11 @@ class Options:
         """Whether all of an answer is decoded losslessly."""
         return self.mode == "lossless"
 
+    @property
+    def reads_in_answers(self) -> bool:
+        """Whether an exact pass is asked for while an answer is decoded."""
+        return self.lossless or self.opening > 0 or self.meter_share > 0
+
     def n_asking(self, query: str) -> int:
         """Return how many tokens at the end of a prompt a scorer wants the queries of. query: see Scorer."""
         return n_queries(query) or max(1, self.replay)
@@ -299,9 +310,9 @@ class Options:
     @property
     def n_opening(self) -> int:
         """Tokens at the beginning of an answer that are decoded losslessly: `opening`, or 32. With "fresh" and codes of 4 bits none:
-        RULER has the full cache's points without (docs/results/coarse.md).
+        RULER has the full cache's points without (docs/results/coarse.md). None, too, where each pass would move the codes.
         """
-        usual = 0 if self.policy == "fresh" and self.coarse == "4" else 32
+        usual = 0 if self.codes_in_panes or (self.policy == "fresh" and self.coarse == "4") else 32
         return self.opening if self.opening >= 0 else usual
 
     @property

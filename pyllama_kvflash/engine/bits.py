@@ -6,20 +6,37 @@ from dataclasses import replace
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import FORMS
 from pyllama_kvflash.policy.sizing import RESERVE
 
 
-def choices(options: Options, *, possible: bool) -> tuple[Options, ...]:
-    """Return the options with `coarse` and policy "auto" resolved, in the order in which they are to be tried: the closest codes
-    first, and the last one whether there is memory or not. The policy is "fresh" with codes, else "qk".
+def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[Options, ...]:
+    """Return the options with `coarse`, `codes_in_panes` and policy "auto" resolved, in the order in which they are to be tried: the
+    closest codes first, and the last one whether there is memory or not. The policy is "fresh" with codes, else "qk".
 
-    options: resolved. possible: whether the model can have codes here.
+    options: resolved. possible: whether the model can have codes here. lodged: whether these can be in the memory of an exact pass.
     """
     bits: tuple[str, ...] = (options.coarse,)
     if options.coarse == "auto":
         bits = forms(options) if possible and options.pool != "off" else ("off",)
-    return tuple(_with(options, each) for each in bits)
+    wanted = (False, True) if options.codes_in_panes is None else (options.codes_in_panes,)
+    shared = [each for each in wanted if lodged or not each] or [False]
+    return tuple(
+        replace(_with(options, each), codes_in_panes=there)
+        for each in bits
+        for there in (shared if each != "off" else (False,))
+    )
+
+
+def may_lodge(options: Options, geometry: Geometry) -> bool:
+    """Return whether codes can be in the memory of an exact pass: a GPU's that has all layers, which no answer needs meanwhile.
+
+    Several sequences read and answer in turn.
+    """
+    at = set(geometry.devices or (0,))
+    alone = options.n_parallel == 1 and len(at) == 1 and devices()[at.pop()].gpu
+    return alone and options.pool != "off" and options.prefill != "pool" and not options.reads_in_answers
 
 
 def forms(options: Options) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyllama_kvflash.engine.bits import choices, fits, free_bytes
+from pyllama_kvflash.engine.bits import choices, fits, free_bytes, may_lodge
 from pyllama_kvflash.engine.load_plan import LoadPlan, Tap, coded, plan_contexts
 from pyllama_kvflash.engine.memory import check_memory, device_memory
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes
@@ -218,7 +218,8 @@ def _opened(
         n_all = options.n_ctx * options.n_parallel
         memory = device_memory(seen.geometry, replace(options, pool="off"))
         check_memory(memory, n_all, "the full cache", "a pool (`pool`) or a smaller `n_ctx`")
-    ctx = parts.enter_context(open_context(model, options, plan))
+    lodges = ground.exact.ctx if ground.exact and options.codes_in_panes else None
+    ctx = parts.enter_context(open_context(model, options, plan, lodges))
     draft_model = _draft_model(ctx, options, options.drafter_batch(plan.n_batch))
     if draft_model is not None:
         parts.callback(draft_model.close)
@@ -275,7 +276,7 @@ class _Loading:
         self._parts = parts
 
     def memory(self) -> list[DeviceMemory]:
-        return device_memory(self._geometry, self._options)
+        return device_memory(self._geometry, self._options, lodged=self.exact is not None)
 
     def asks(self) -> tuple[str, str]:
         for _ in range(self._options.n_parallel):
@@ -305,8 +306,8 @@ def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | N
     )
 
 
-def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
-    """Make the context of a pool, or of the full cache. Raises as Context."""
+def open_context(model: Model, options: Options, plan: LoadPlan, lodges: Context | None = None) -> Context:
+    """Make the context of a pool, or of the full cache. lodges: as for Context. Raises as that."""
     pool = plan.pool
     try:
         return Context(
@@ -322,6 +323,7 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
             n_seq=options.n_parallel,
             n_rollback=options.n_draft,
             pool=pool,
+            lodges=lodges,
         )
     except KVFlashError as err:
         kind = f"a pool of {pool.n_pool:,} tokens" if pool else "the full cache"
@@ -334,7 +336,8 @@ def open_context(model: Model, options: Options, plan: LoadPlan) -> Context:
 
 def bits_of(options: Options, seen: Probe) -> tuple[Options, ...]:
     """Return the options to try, as bits.choices()."""
-    return choices(options, possible=seen.uncoded is None and bool(seen.geometry.rows))
+    possible = seen.uncoded is None and bool(seen.geometry.rows)
+    return choices(options, possible=possible, lodged=may_lodge(options, seen.geometry))
 
 
 def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, ...]:

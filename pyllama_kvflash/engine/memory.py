@@ -13,11 +13,12 @@ from pyllama_kvflash.policy.fresh import GpuChoice
 from pyllama_kvflash.policy.sizing import CELLS, DeviceMemory, most_cells
 
 
-def device_memory(geometry: Geometry, options: Options) -> list[DeviceMemory]:
+def device_memory(geometry: Geometry, options: Options, *, lodged: bool = False) -> list[DeviceMemory]:
     """Return the name, free bytes and KV bytes per token of each device that holds KV, with what is loaded now, and what
-    codes will take there.
+    codes will take there. lodged: the memory of an exact pass is there, in which codes are.
     """
-    return _beside(geometry.by_device(row_bytes, *_types(options)), coarse_bytes(geometry, options))
+    codes = _without_lodging(geometry, options) if lodged else coarse_bytes(geometry, options)
+    return _beside(geometry.by_device(row_bytes, *_types(options)), codes)
 
 
 def coarse_bytes(geometry: Geometry, options: Options, n_pool: int | None = None) -> dict[int, int]:
@@ -25,14 +26,10 @@ def coarse_bytes(geometry: Geometry, options: Options, n_pool: int | None = None
 
     options: resolved, and `coarse` decided. n_pool: cells of the pool; None: as many as may be requested.
     """
-    form = CoarseForm.of(options.coarse)
-    if form is None or options.pool == "off":
+    res = _codes(geometry, options)
+    if not res:
         return {}
-    found, res = devices(), Counter[int]()
-    n_cells = -(-options.n_ctx // CELLS) * CELLS
-    for heads, device in zip(geometry.heads, geometry.devices or (0,) * len(geometry.heads), strict=True):
-        each = form.gpu_bytes(heads, n_cells) if found[device].gpu else form.n_bytes(heads, options.n_ctx)
-        res[device] += options.n_parallel * each
+    found, n_cells = devices(), -(-options.n_ctx // CELLS) * CELLS
     n_all, floor = options.n_ctx * options.n_parallel, options.shape.floor(options.n_batch)
     choice = GpuChoice(
         heads=geometry.heads,
@@ -44,6 +41,27 @@ def coarse_bytes(geometry: Geometry, options: Options, n_pool: int | None = None
     return {i: n + choice.n_bytes if found[i].gpu else n for i, n in res.items()}
 
 
+def _codes(geometry: Geometry, options: Options) -> Counter[int]:
+    form, found, res = CoarseForm.of(options.coarse), devices(), Counter[int]()
+    if form is None or options.pool == "off":
+        return res
+    n_cells = -(-options.n_ctx // CELLS) * CELLS
+    for heads, device in zip(geometry.heads, geometry.devices or (0,) * len(geometry.heads), strict=True):
+        each = form.gpu_bytes(heads, n_cells) if found[device].gpu else form.n_bytes(heads, options.n_ctx)
+        res[device] += options.n_parallel * each
+    return res
+
+
+def lodging_bytes(geometry: Geometry, options: Options) -> Mapping[int, int]:
+    """Return the bytes of the codes that are in the memory of an exact pass, by the index of the device."""
+    return _codes(geometry, options) if options.codes_in_panes else {}
+
+
+def _without_lodging(geometry: Geometry, options: Options) -> dict[int, int]:
+    lodging = lodging_bytes(geometry, options)
+    return {i: n - lodging.get(i, 0) for i, n in coarse_bytes(geometry, options).items()}
+
+
 def in_memory(options: Options, full: int) -> int:
     """Return the bytes of all records that host memory takes; others are in a file."""
     return full if options.host_limit is None else min(full, options.host_limit)
@@ -51,9 +69,9 @@ def in_memory(options: Options, full: int) -> int:
 
 def pane_memory(geometry: Geometry, options: Options, n_pane: int) -> list[DeviceMemory]:
     """Return the name, free bytes and pane bytes per token of each device that holds KV, with what is loaded now, and what codes
-    will take there.
+    will take beside the panes.
     """
-    return _beside(geometry.panes_by_device(row_bytes, *_types(options), n_pane), coarse_bytes(geometry, options))
+    return _beside(geometry.panes_by_device(row_bytes, *_types(options), n_pane), _without_lodging(geometry, options))
 
 
 def _types(options: Options) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from pyllama_kvflash.engine.load_plan import Tap
-from pyllama_kvflash.engine.memory import check_memory, pane_memory
+from pyllama_kvflash.engine.memory import check_memory, lodging_bytes, pane_memory
 from pyllama_kvflash.errors import NativeError, UnsupportedError
 from pyllama_kvflash.native import CACHE_TYPES, Context, ExactContext, Model, PaneParams, devices, row_bytes
 from pyllama_kvflash.options import Options
@@ -29,7 +29,7 @@ def open_exact(
     try:
         memory = pane_memory(geometry, options, n_pane)
         check_memory(memory, n_cells, f"an exact pass with {n_pane} panes", _WAY_OUT)
-        ctx = _context(model, options, _params(n_pane, options, tap))
+        ctx = _context(model, options, _params(geometry, n_pane, options, tap))
     except (NativeError, UnsupportedError) as err:
         if options.prefill == "auto":
             return None, (), (f"prompts are read through the pool: {err}",)
@@ -42,11 +42,15 @@ def open_exact(
         f"prompts are read exactly: {panes:.0f} MiB for KV of {options.n_ctx:,} tokens, {streamed}, and {compute:.0f} MiB of"
         f" buffers for batches of {ctx.n_ubatch:,}"
     )
+    if options.codes_in_panes:
+        note += "; codes are in that memory while an answer is written, and on the host while a prompt is read (`codes_in_panes`)"
     return ExactReader(ctx), (note,), ()
 
 
 class ExactBytes(NamedTuple):
-    """What an exact pass takes on a device: panes, buffers of the computation, sliding windows and recurrent states."""
+    """What an exact pass takes on a device: panes, without codes that are in their memory, buffers of the computation, sliding windows
+    and recurrent states.
+    """
 
     panes: int = 0
     buffers: int = 0
@@ -64,7 +68,7 @@ def exact_bytes(
     """
     n_pane = n_pane or options.panes or LEAST_PANES
     states = _state_bytes(model, options)
-    with _context(model, options, _params(n_pane, options, tap)) as ctx:
+    with _context(model, options, _params(geometry, n_pane, options, tap)) as ctx:
         return _by_device(ctx, geometry, options, n_pane, states)
 
 
@@ -78,9 +82,11 @@ def _by_device(
     ctx: ExactContext, geometry: Geometry, options: Options, n_pane: int, states: int
 ) -> dict[int, ExactBytes]:
     panes = geometry.panes_by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v], n_pane)
-    first = next(iter(panes), 0)
+    first, lodging = next(iter(panes), 0), lodging_bytes(geometry, options)
     return {
-        i: ExactBytes(ctx.n_ctx * panes.get(i, 0), ctx.compute_bytes(i), states if i == first else 0)
+        i: ExactBytes(
+            max(0, ctx.n_ctx * panes.get(i, 0) - lodging.get(i, 0)), ctx.compute_bytes(i), states if i == first else 0
+        )
         for i in range(len(devices()))
     }
 
@@ -107,9 +113,10 @@ def _shape(model: Model, options: Options) -> dict[str, Any]:
     }
 
 
-def _params(n_pane: int, options: Options, tap: Tap) -> PaneParams:
+def _params(geometry: Geometry, n_pane: int, options: Options, tap: Tap) -> PaneParams:
     mass_piece = options.chunk // EDGE if tap.n_token else 0
-    return PaneParams(n_pane=n_pane, q_tap=tap.n_token, q_every=tap.every, mass_piece=mass_piece)
+    least = max(lodging_bytes(geometry, options).values(), default=0)
+    return PaneParams(n_pane=n_pane, q_tap=tap.n_token, q_every=tap.every, mass_piece=mass_piece, least_bytes=least)
 
 
 def _context(model: Model, options: Options, panes: PaneParams) -> ExactContext:

@@ -49,6 +49,7 @@ class Context:
         n_rollback: int = 0,
         pool: PoolParams | None = None,
         panes: PaneParams | None = None,
+        lodges: "Context | None" = None,
         other: "Context | None" = None,
         mtp: bool = False,
         n_outputs: int = 0,
@@ -59,6 +60,8 @@ class Context:
         n_seq: sequences, which share the cells.
         n_rollback: tokens at the end of a batch that a recurrent state can go back over: at most all but the first.
         pool, panes: at most one of them; None: a stock cache with a cell for each position.
+        lodges: for a pool: a paned context of the model, which must outlive it. A GPU keeps codes in its memory while it computes nothing,
+            if that is large enough.
         other: for a drafter: the context of its target.
         mtp: for a drafter: True if it is a model's own heads, which predict further tokens.
         n_outputs: for a drafter: most tokens of a batch that get logits; 0: all.
@@ -87,7 +90,9 @@ class Context:
         if panes is not None:
             p_panes = ffi.new("struct kvf_pane_params *", asdict(panes))
         if pool is not None:
-            p_pool = ffi.new("struct kvf_pool_params *", asdict(pool))
+            p_pool = ffi.new(
+                "struct kvf_pool_params *", {**asdict(pool), "panes": lodges.handle if lodges else ffi.NULL}
+            )
         p_params, out = ffi.new("struct llama_context_params *", params), ffi.new("struct llama_context **")
         compute(lib.kvf_context_new, made_of[0], p_params, p_pool, p_panes, out)
         self._shared = Handle(owned(out[0], lib.llama_free, *made_of))

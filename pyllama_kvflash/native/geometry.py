@@ -37,12 +37,14 @@ class PaneParams:
         streamed.
     q_tap, q_every: as in PoolParams.
     mass_piece: what the tokens of the tap attend to is kept, summed over so many positions; 0: it is not.
+    least_bytes: of the panes of a device, for codes that are to lie there.
     """
 
     n_pane: int = 2
     q_tap: int = 0
     q_every: int = 1
     mass_piece: int = 0
+    least_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,10 @@ int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq
                 "a record of this pool for each chunk is needed");
 
         auto & panes = *llama_kvflash::panes(kv);
+        if (panes.tenant) {
+            pool->synchronize(); // it may still compute with codes
+            panes.tenant->leave();
+        }
         llama_kvflash::place_before(kv, *of, seq, pos, records);
         if (kvf_was_bad(ctx)) { llama_kvflash::scrub(ctx); }
         try {

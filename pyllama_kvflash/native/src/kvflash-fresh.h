@@ -141,6 +141,7 @@ struct kvf_fresh {
 
     std::vector<layer>                        layers;
     std::vector<sequence>                     sequences;
+    std::shared_ptr<kvf_panes>                panes; // in whose memory codes may lie; null: there are none
     std::vector<std::unique_ptr<kvf_chooser>> choosers;
 
 private:

@@ -12,8 +12,14 @@ namespace {
 // a bus
 constexpr uint32_t MOST_LATE = 8;
 
-struct gpu_coarse : kvf_gpu_chooser {
+struct gpu_coarse : kvf_gpu_chooser, kvf_tenant {
     gpu_coarse(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer_t buf);
+    ~gpu_coarse() override {
+        if (lodges) { fresh.panes->tenant = nullptr; }
+    }
+
+    void begin(llama_seq_id) override { come_back(); }
+    void leave() override;
 
     void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
             uint32_t n) override;
@@ -27,18 +33,21 @@ struct gpu_coarse : kvf_gpu_chooser {
 
     void     add_tokens(std::vector<int32_t> & ask, uint32_t n_token) const override;
     uint32_t n_token_word() const override { return kvf_gpu_attend::LEN_TOKEN; }
-    uint64_t device_bytes() override { return kvf_gpu_chooser::device_bytes() + coded.size; }
+    uint64_t device_bytes() override { return kvf_gpu_chooser::device_bytes() + tables.size + coded.size; }
 
-    // where the device has codes of a layer and a sequence
+    // where the device has codes of a layer and a sequence, and how many bytes
     struct place {
-        size_t codes, scales, means, factors;
+        size_t codes, scales, means, factors, end;
     };
 
-    void lay_out();
-    void lay_out_passes();
-    void lay_out_codes();
-    void lay_out_coders();
-    void lay_out_attends();
+    void                       lay_out();
+    void                       lay_out_passes();
+    void                       lay_out_codes();
+    void                       lay_out_coders();
+    void                       lay_out_attends();
+    void                       take_codes(size_t size);
+    void                       come_back();
+    template <typename F> void each_part(F && copy);
     void begin_segments(llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first);
     void begin_first(llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from,
             const std::vector<kvf_gpu_sampled> & sampled);
@@ -46,10 +55,15 @@ struct gpu_coarse : kvf_gpu_chooser {
 
     kvf_gpu_coders coders(uint32_t layer, uint32_t n_layer) const;
 
-    kvf_coarse_codes                codes; // what rows are divided by: the device has the others
-    std::vector<std::vector<place>> at[2]; // of keys and of values: [layer][seq]
-    kvf_gpu_memory                  coded;
-    size_t                          at_coders = 0, at_sums = 0, at_chunks = 0;
+    kvf_coarse_codes                codes;            // what rows are divided by: the device has the others
+    std::vector<std::vector<place>> at[2];            // of keys and of values: [layer][seq]
+    kvf_gpu_memory                  tables;           // what is needed beside codes
+    kvf_gpu_memory                  coded;            // codes, unless they are in the memory of panes
+    char *                          base   = nullptr; // of codes
+    bool                            lodges = false;   // they are there
+    bool                            here   = true;    // and not on the host
+    std::shared_ptr<char>           away;             // where they are then
+    size_t                          at_coders = 0, at_sums = 0, at_chunks = 0, at_end = 0; // and of codes
     uint32_t                        n_head = 0, n_sum = 0; // of a layer: heads of keys; values of keys or of value rows
     size_t                          memory = 0;            // that a block shares which makes codes
     std::vector<kvf_gpu_attend>     attends;               // of each layer of the model
@@ -75,7 +89,7 @@ gpu_coarse::gpu_coarse(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer
 
 // once it is known which layers are this one's
 void gpu_coarse::lay_out() {
-    if (coded.buf) { return; }
+    if (tables.buf) { return; }
     lay_out_passes();
     lay_out_codes();
     lay_out_coders();
@@ -107,7 +121,7 @@ void gpu_coarse::lay_out_codes() {
     const uint32_t n_tile  = (fresh.its.n_ctx + kvf_codes::TILE * kvf_codes::UNIT - 1) / (kvf_codes::TILE * kvf_codes::UNIT);
     const uint32_t n_segment = (fresh.its.n_ctx + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT;
 
-    kvf_gpu_places in;
+    kvf_gpu_places in, all_codes;
     const size_t   at_of[] = {
             in.take(n_layer * n_seq * sizeof(kvf_gpu_codes)), in.take(n_layer * n_seq * sizeof(kvf_gpu_codes))};
     const size_t at_layers = in.take(n_layer * sizeof(kvf_gpu_layer));
@@ -128,9 +142,13 @@ void gpu_coarse::lay_out_codes() {
                     at[1][i].push_back(at[0][i][seq]); // they are the keys'
                     continue;
                 }
-                const size_t n = (size_t) n_tile * kvf_codes::TILE * c.n_head;
-                at[kind][i].push_back({in.take(n * c.unit_bytes()), in.take(n * kvf_codes::UNIT * sizeof(uint16_t)),
-                        in.take(n_segment * c.mean_size()), in.take(c.spread_size())});
+                const size_t n  = (size_t) n_tile * kvf_codes::TILE * c.n_head;
+                auto &       to = at[kind][i].emplace_back();
+                to.codes        = all_codes.take(n * c.unit_bytes());
+                to.scales       = all_codes.take(n * kvf_codes::UNIT * sizeof(uint16_t));
+                to.means        = all_codes.take(n_segment * c.mean_size());
+                to.factors      = all_codes.take(c.spread_size());
+                to.end          = all_codes.end;
             }
         }
     }
@@ -149,29 +167,89 @@ void gpu_coarse::lay_out_codes() {
     at_chunks              = in.take((size_t) n_record * sizeof(void *));
     const size_t at_parts  = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * widest.part_size() * sizeof(float));
     const size_t at_passes = in.take(passes), at_taken = in.take(taken);
-    coded = kvf_gpu_memory(buft, in.end);
+    take_codes(all_codes.end);
+    tables = kvf_gpu_memory(buft, in.end);
 
     for (auto & a : attends) {
-        a.parts  = (float *) coded.at(at_parts);
-        a.passes = coded.at(at_passes);
-        a.taken  = (uint32_t *) coded.at(at_taken);
+        a.parts  = (float *) tables.at(at_parts);
+        a.passes = tables.at(at_passes);
+        a.taken  = (uint32_t *) tables.at(at_taken);
     }
     for (uint32_t kind = 0; kind < 2; ++kind) {
         std::vector<kvf_gpu_codes> of(n_layer * n_seq);
         for (uint32_t i = 0; i < n_layer; ++i) {
             for (uint32_t seq = 0; seq < at[kind][i].size(); ++seq) {
                 const auto & p      = at[kind][i][seq];
-                of[i * n_seq + seq] = {(uint8_t *) coded.at(p.codes), (uint16_t *) coded.at(p.scales),
-                        (float *) coded.at(p.means), (const float *) coded.at(p.factors)};
+                of[i * n_seq + seq] = {(uint8_t *) (base + p.codes), (uint16_t *) (base + p.scales),
+                        (float *) (base + p.means), (const float *) (base + p.factors)};
             }
         }
-        gpu.upload(coded.at(at_of[kind]), of.data(), of.size() * sizeof(of[0]));
+        gpu.upload(tables.at(at_of[kind]), of.data(), of.size() * sizeof(of[0]));
         for (auto & a : attends) {
-            a.codes[kind] = (const kvf_gpu_codes *) coded.at(at_of[kind]);
+            a.codes[kind] = (const kvf_gpu_codes *) tables.at(at_of[kind]);
         }
     }
-    gpu.upload(coded.at(at_layers), layers.data(), n_layer * sizeof(layers[0]));
-    all.layers = (const kvf_gpu_layer *) coded.at(at_layers);
+    gpu.upload(tables.at(at_layers), layers.data(), n_layer * sizeof(layers[0]));
+    all.layers = (const kvf_gpu_layer *) tables.at(at_layers);
+}
+
+// the memory of all codes: that of panes, if these leave as much
+void gpu_coarse::take_codes(size_t size) {
+    at_end        = size;
+    size_t room   = 0;
+    char * shared = fresh.panes ? fresh.panes->memory(device(), room) : nullptr;
+    if (shared && room >= size && !fresh.panes->tenant) {
+        base                = shared;
+        lodges              = true;
+        here                = false; // nothing is there yet
+        fresh.panes->tenant = this;
+        return;
+    }
+    coded = kvf_gpu_memory(buft, size);
+    base  = coded.at();
+}
+
+// copy(offset, bytes) what any sequence has of codes
+template <typename F> void gpu_coarse::each_part(F && copy) {
+    for (uint32_t kind = 0; kind < 2; ++kind) {
+        for (uint32_t i = 0; i < layers.size(); ++i) {
+            if (!mine(i) || (kind && codes[0][i].all.size() == 1)) { continue; }
+            const auto & c = kind ? codes[0][i].values() : codes[0][i].keys();
+            for (uint32_t seq = 0; seq < n_seq; ++seq) {
+                const uint32_t n =
+                        (fresh.sequences[seq].n_unit() + kvf_codes::TILE - 1) / kvf_codes::TILE * kvf_codes::TILE * c.n_head;
+                const auto & p = at[kind][i][seq];
+                if (n == 0) { continue; }
+                copy(p.codes, n * c.unit_bytes());
+                copy(p.scales, n * kvf_codes::UNIT * sizeof(uint16_t));
+                copy(p.means, p.end - p.means); // and factors
+            }
+        }
+    }
+}
+
+void gpu_coarse::leave() {
+    if (!here) { return; }
+    gpu.wait(base);
+    const bool any = std::any_of(fresh.sequences.begin(), fresh.sequences.end(), [](const auto & s) { return s.n > 0; });
+    if (any && !away && kvf_mover::has_pinned(device())) {
+        auto pinned = std::make_shared<kvf_host>(device(), at_end);
+        away        = {pinned, (char *) pinned->base};
+    } else if (any && !away) {
+        away = {new char[at_end], std::default_delete<char[]>()};
+    }
+    each_part([&](size_t offset, size_t size) { gpu.download(away.get() + offset, base + offset, size); });
+    fresh.panes->clear();
+    here = false;
+}
+
+// codes are needed, where panes may have been since
+void gpu_coarse::come_back() {
+    if (here) { return; }
+    fresh.panes->vacate();
+    fresh.panes->clear(); // the last tile has unused positions
+    each_part([&](size_t offset, size_t size) { gpu.upload(base + offset, away.get() + offset, size); });
+    here = true;
 }
 
 // how codes are made, of keys and of values
@@ -199,11 +277,11 @@ void gpu_coarse::lay_out_coders() {
             memory    = std::max(memory, gpu.coder_memory(to));
         }
     }
-    gpu.upload(coded.at(at_coders), res.data(), res.size() * sizeof(res[0]));
+    gpu.upload(tables.at(at_coders), res.data(), res.size() * sizeof(res[0]));
 }
 
 kvf_gpu_coders gpu_coarse::coders(uint32_t layer, uint32_t n_layer) const {
-    return {(const kvf_gpu_coder *) coded.at(at_coders) + layer * 2, n_layer * 2, n_head, memory};
+    return {(const kvf_gpu_coder *) tables.at(at_coders) + layer * 2, n_layer * 2, n_head, memory};
 }
 
 // kvf_gpu_attend::rows, each of n_head heads
@@ -232,7 +310,7 @@ void gpu_coarse::lay_out_attends() {
         const int32_t i = fresh.layer_read_by(il);
         if (i < 0 || !mine(i)) { continue; }
         auto & a = attends[il];
-        events.emplace_back(gpu.events(coded.at()), gpu.forget);
+        events.emplace_back(gpu.events(tables.at()), gpu.forget);
         a.events = events.back().get();
         for (uint32_t kind = 0; kind < 2; ++kind) {
             a.codes[kind] += i * n_seq;
@@ -243,7 +321,7 @@ void gpu_coarse::lay_out_attends() {
             a.rows[kind]      = {type, c.d, (uint32_t) ggml_blck_size(type), (uint32_t) ggml_type_size(type), 0};
             a.rows[kind].room = room_of(a.rows[kind], c.n_head);
         }
-        a.n_warp = gpu.attend_warps(a, coded.at());
+        a.n_warp = gpu.attend_warps(a, tables.at());
         if (a.n_warp == 0) {
             throw kvf_failure(KVF_E_UNSUPPORTED,
                     "this GPU cannot attend to codes: it is older than Turing, or its blocks have too little memory");
@@ -260,10 +338,11 @@ void gpu_coarse::put(
     const std::lock_guard<std::mutex> lock(mutex);
 
     lay_out();
+    come_back();
     std::vector<const char *> at(n);
     std::transform(records, records + n, at.begin(), [&](const void * record) { return device_record(record); });
-    gpu.upload(coded.at(at_chunks), at.data(), n * sizeof(at[0]));
-    const kvf_gpu_chunks from = {(const char * const *) coded.at(at_chunks), fresh.n_chunk, n};
+    gpu.upload(tables.at(at_chunks), at.data(), n * sizeof(at[0]));
+    const kvf_gpu_chunks from = {(const char * const *) tables.at(at_chunks), fresh.n_chunk, n};
     begin_segments(seq, layer, n_layer, from, first);
     gpu.encode_rows(coders(layer, n_layer), from, seq, first * (fresh.n_chunk / kvf_codes::UNIT));
 }
@@ -273,7 +352,7 @@ void gpu_coarse::begin_segments(
         llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first) {
     const auto sampled = kvf_sampled(from.n_chunk, first, from.n);
     const auto its     = coders(layer, n_layer);
-    auto *     sums    = (double *) coded.at(at_sums);
+    auto *     sums    = (double *) tables.at(at_sums);
     if (first == 0) { begin_first(seq, layer, n_layer, from, sampled); }
     for (const auto & some : sampled) {
         const uint32_t n = some.n(from.n_chunk);
@@ -290,8 +369,8 @@ void gpu_coarse::begin_first(llama_seq_id seq, uint32_t layer, uint32_t n_layer,
     for (const auto & some : sampled) {
         const uint32_t n = some.n(from.n_chunk);
         if (n == 0) { continue; }
-        gpu.sum_rows(coders(layer, n_layer), from, some, (double *) coded.at(at_sums), n_sum);
-        gpu.download(sums.data(), coded.at(at_sums), sums.size() * sizeof(double));
+        gpu.sum_rows(coders(layer, n_layer), from, some, (double *) tables.at(at_sums), n_sum);
+        gpu.download(sums.data(), tables.at(at_sums), sums.size() * sizeof(double));
         for (uint32_t i = 0; i < n_layer; ++i) {
             if (!mine(layer + i)) { continue; }
             auto & s = segments[i].emplace_back(codes[seq][layer + i].keys().moments_of(some.segment));
@@ -314,18 +393,22 @@ void gpu_coarse::upload_factors(llama_seq_id seq, uint32_t layer) {
     for (uint32_t kind = 0; kind < its.size(); ++kind) {
         std::vector<float> factors(its[kind].spread_size() / sizeof(float));
         its[kind].get_factors(factors.data());
-        gpu.upload(coded.at(at[kind][layer][seq].factors), factors.data(), its[kind].spread_size());
+        gpu.upload(base + at[kind][layer][seq].factors, factors.data(), its[kind].spread_size());
     }
 }
 
 void gpu_coarse::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        come_back();
+    }
     auto & its = codes[seq][layer];
     for (uint32_t kind = 0; kind < its.all.size() && n > 0; ++kind) {
         const auto [levels, scales, means] = its.all[kind].memory(n);
         const auto & from                  = at[kind][layer][seq];
-        gpu.download(levels.first, coded.at(from.codes), levels.second);
-        gpu.download(scales.first, coded.at(from.scales), scales.second);
-        gpu.download(means.first, coded.at(from.means), means.second);
+        gpu.download(levels.first, base + from.codes, levels.second);
+        gpu.download(scales.first, base + from.scales, scales.second);
+        gpu.download(means.first, base + from.means, means.second);
     }
     codes.get(seq, layer, n, dst);
     for (auto & each : its.all) {
@@ -338,15 +421,16 @@ void gpu_coarse::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * 
     {
         const std::lock_guard<std::mutex> lock(mutex);
         lay_out();
+        come_back();
     }
     codes.set(seq, layer, n, src);
     auto & its = codes[seq][layer];
     for (uint32_t kind = 0; kind < its.all.size() && n > 0; ++kind) {
         const auto [levels, scales, means] = its.all[kind].memory(n);
         const auto & to                    = at[kind][layer][seq];
-        gpu.upload(coded.at(to.codes), levels.first, levels.second);
-        gpu.upload(coded.at(to.scales), scales.first, scales.second);
-        gpu.upload(coded.at(to.means), means.first, means.second);
+        gpu.upload(base + to.codes, levels.first, levels.second);
+        gpu.upload(base + to.scales, scales.first, scales.second);
+        gpu.upload(base + to.means, means.first, means.second);
     }
     if (n > 0) { upload_factors(seq, layer); }
     for (auto & each : its.all) {

@@ -147,6 +147,16 @@ const ggml_tensor * kvf_root(const ggml_tensor * t);
 // pane. The graph is launched in pieces that end where a layer's turn is over (on_node), so that its pane can be given to
 // another. Copies and computation wait for each other on the device, and the host for neither: one device computes a batch
 // while the next device is at the one before.
+//
+// While no batch is computed, their memory may have something else: the codes of a pool (kvflash-gpu-coarse.cpp).
+struct kvf_tenant {
+    // a batch begins: what it has is lost
+    virtual void leave() = 0;
+
+protected:
+    ~kvf_tenant() = default;
+};
+
 struct kvf_panes {
     explicit kvf_panes(const kvf_pane_params & params) : params(params) {}
     ~kvf_panes();
@@ -178,7 +188,15 @@ struct kvf_panes {
 
     kvf_pane_info info() const;
 
+    // the memory on a device, and its bytes; null: there is none
+    char * memory(ggml_backend_dev_t dev, size_t & size) const;
+    // nothing is computed or copied any more, and a tenant may have the memory until it has to leave
+    void vacate();
+    // it has left: zeros, since attention multiplies what no row has by 0
+    void clear();
+
     const kvf_pane_params params;
+    kvf_tenant *          tenant = nullptr;
 
 private:
     static constexpr size_t MAX_AHEAD = 4; // batches under way: the scheduler has as many copies of its inputs

@@ -58,7 +58,7 @@ ggml_backend_buffer_t kvf_panes::alloc(ggml_context * ctx, ggml_backend_buffer_t
     const size_t n_turn = n_pane == ks.size() ? 0 : std::min<size_t>(n_pane, 2), n_own = n_pane - n_turn;
     const auto   pane_of = [&](size_t i) { return i < n_own ? i : n_own + (i - n_own) % n_turn; };
 
-    auto * buf = ggml_backend_buft_alloc_buffer(buft, n_pane * size);
+    auto * buf = ggml_backend_buft_alloc_buffer(buft, std::max<size_t>(n_pane * size, params.least_bytes));
     if (!buf) { return nullptr; }
 
     parts.emplace_back();
@@ -459,6 +459,30 @@ void kvf_panes::abandon() {
     ahead.clear();
     whole = pos;
     forget(pos);
+}
+
+char * kvf_panes::memory(ggml_backend_dev_t dev, size_t & size) const {
+    for (const auto & p : parts) {
+        const bool is_cpu = ggml_backend_buffer_is_host(p.buf) && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
+        if (!is_cpu && kvf_mover::device_of(p.buf) != dev) { continue; }
+        size = ggml_backend_buffer_get_size(p.buf);
+        return (char *) ggml_backend_buffer_get_base(p.buf);
+    }
+    return nullptr;
+}
+
+void kvf_panes::vacate() {
+    for (auto & p : parts) {
+        if (p.compute) { ggml_backend_synchronize(p.compute); }
+        if (p.stream) { ggml_backend_synchronize(p.stream.get()); }
+    }
+    forget(0);
+}
+
+void kvf_panes::clear() {
+    for (auto & p : parts) {
+        ggml_backend_buffer_clear(p.buf, 0);
+    }
 }
 
 void kvf_panes::forget(uint32_t pos) {

@@ -1,5 +1,6 @@
 // set-up and placement, see kvflash.h
 
+#include "kvflash-args.h"
 #include "kvflash-fresh.h"
 #include "kvflash-impl.h"
 
@@ -101,6 +102,7 @@ void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
     }
     try {
         kv.pool_fresh = std::make_shared<kvf_fresh>(kv, params);
+        if (g_setup->panes) { kv.pool_fresh->panes = kvf_paned(g_setup->panes).pool_panes; }
     } catch (const kvf_failure & err) { refuse(err.status, err.what()); }
     cparams.fresh = kv.pool_fresh.get();
 }

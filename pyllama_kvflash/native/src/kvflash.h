@@ -75,18 +75,23 @@ struct kvf_pool_params {
     uint32_t coarse_k;
     uint32_t coarse_v;
     uint32_t late; // guests are chosen after the attention, for the next token; 0: before it, for this one
+    // a paned context of the same model. A GPU has its codes in the memory of the panes, if that is large enough
+    // (least_bytes), but while an exact batch is computed: then they are on the host. It must outlive this one. null: codes
+    // have memory of their own
+    struct llama_context * panes;
 };
 
 // A paned context computes exactly what a stock one does, bit for bit on the CPU, but holds the rows of a few
 // full-attention layers at a time, in n_pane buffers of a device, its panes: the first n_pane - 2 layers stay, the others
 // take turns in the last two. All rows of earlier positions are in the records of a pool.
 struct kvf_pane_params {
-    uint32_t n_pane;     // layers of a device whose rows it holds at once. 1: the computation waits for each; all: nothing
-                         // is streamed
-    uint32_t q_tap;      // as in kvf_pool_params
-    uint32_t q_every;    // as in kvf_pool_params
-    uint32_t mass_piece; // keep the attention of the tap's tokens, summed over pieces of mass_piece positions, a divisor of
-                         // 256 (kvf_get_mass); 0: do not
+    uint32_t n_pane;      // layers of a device whose rows it holds at once. 1: the computation waits for each; all: nothing
+                          // is streamed
+    uint32_t q_tap;       // as in kvf_pool_params
+    uint32_t q_every;     // as in kvf_pool_params
+    uint32_t mass_piece;  // keep the attention of the tap's tokens, summed over pieces of mass_piece positions, a divisor of
+                          // 256 (kvf_get_mass); 0: do not
+    uint64_t least_bytes; // of the panes of a device, for the codes of a pool
 };
 
 struct kvf_pool_info {
