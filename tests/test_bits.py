@@ -81,12 +81,12 @@ def test_codes_that_cannot_be_made_are_made_of_fewer_bits(
     """The device may have less than it says. With bits that were asked for that is an error."""
     open_context, tried = loading.open_context, list[str]()
 
-    def full(model: Any, options: Options, plan: Any) -> Any:
+    def full(model: Any, options: Options, plan: Any, lodges: Any) -> Any:
         tried.append(options.coarse)
         if options.coarse != "2":
             msg = "there is no memory"
             raise NativeError(msg)
-        return open_context(model, options, plan)
+        return open_context(model, options, plan, lodges)
 
     monkeypatch.setattr(loading, "open_context", full)
     with KVFlash.from_file(tiny_path("qwen3"), **SMALL) as kv:
@@ -97,20 +97,22 @@ def test_codes_that_cannot_be_made_are_made_of_fewer_bits(
 
 
 @HOST
-def test_a_card_that_is_pretended_decides(tiny_path: Callable[[str], Path]) -> None:
-    """Only the memory where codes are: fewer bits do not help RAM."""
-    path, options = tiny_path("qwen3"), Options(n_ctx=65_536, pool=1024, n_threads=1)
+def test_a_card_that_is_pretended_decides(tmp_path: Path) -> None:
+    """Only the memory where codes are: fewer bits do not help RAM. A file without weights is enough."""
+    path, options = tmp_path / "8b.gguf", Options(n_ctx=65_536, pool=1024, n_threads=1)
+    write_outline(SHAPES["8b"], path)
 
-    def on_gpu(coarse: str, free: int) -> tuple[str, Need]:
+    def on_gpu(free: int, **more: Any) -> tuple[str, bool | None, Need]:
         with pretending(free, 1 << 20):
-            found = planned(path, replace(options, coarse=coarse))
-        return found.options.coarse, next(need for need in found.needs if need.gpu)
+            found = planned(path, replace(options, **more))
+        return found.options.coarse, found.options.codes_in_panes, next(need for need in found.needs if need.gpu)
 
-    for coarse, fewer in zip(FORMS, (*FORMS[1:], "off"), strict=True):
-        _, need = on_gpu(coarse, 1 << 30)
+    tried = [(coarse, there) for coarse in FORMS for there in (False, True)]
+    for (coarse, there), fewer in zip(tried, (*tried[1:], ("off", False)), strict=True):
+        *_, need = on_gpu(64 << 30, coarse=coarse, codes_in_panes=there)
         assert need.coarse > 0
         least = need.total - need.program + RESERVE
-        assert [on_gpu("auto", least - less)[0] for less in (0, 1)] == [coarse, fewer]
+        assert [on_gpu(least - less)[:2] for less in (0, 1)] == [(coarse, there), fewer]
 
 
 @HOST
@@ -127,7 +129,7 @@ def test_experts_go_to_the_host_before_bits_do(tmp_path: Path) -> None:
         return found.options.n_cpu_moe, found.options.coarse, least
 
     assert on_gpu(24 << 30)[:2] == (0, "4")
-    *_, least = on_gpu(24 << 30, n_cpu_moe=40, coarse="4")
+    *_, least = on_gpu(24 << 30, n_cpu_moe=40, coarse="4", codes_in_panes=True)
     n, coarse, _ = on_gpu(least + 2 * RESERVE)
     assert (0 < int(n) <= 40, coarse) == (True, "4")
     assert on_gpu(least + RESERVE - 1)[:2] == (40, "4,2")

@@ -18,7 +18,7 @@ from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.engine import expected
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.engine.need import DRIVER
-from pyllama_kvflash.engine.offers import SMALL_BATCH, Offer, best, offers
+from pyllama_kvflash.engine.offers import SMALL_BATCH, Offer, Rank, best, offers, rank, usable
 from pyllama_kvflash.engine.warned import untrained
 from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.native import Model, devices
@@ -30,11 +30,13 @@ close to the full cache.
 It reads the metadata of a file, and loads no weights; of a model on the Hub (-hf) it downloads the header, some MB. --memory and --ram say what
 machine is meant, --memory 0 one without a GPU. The ways are the full cache in
 f16, q8_0 and q4_0, the full cache in RAM (llama.cpp's --no-kv-offload), pools, and lossless decoding through them; where a card is too small for the
-weights, small batches (-ub), and some of the layers on the CPU (-ngl). Memory is
-computed; speed and answers are those of the models that were measured (docs/results/choices.md, coarse.md), and yours may differ. A
-pool has codes of all else, of 4 bits or, where these do not fit, of 2; where these do not, or a model can have none, it is alone. The last
-line is the command for the way to take: the full f16 cache if it fits, else the one whose answers are closest to it; without a GPU a pool, which
-is faster there.
+weights, small batches (-ub), and some of the layers on the CPU (-ngl). Memory is computed. Speed and answers are those of the models
+that were measured (docs/results/choices.md, coarse.md), and yours may differ.
+
+A pool has all other tokens in 4 bits a value. Where these do not fit it has them in 2 bits, and where those do not, not at all.
+
+The last line is the command for the way to take. It is the full f16 cache if that fits, else what has answers as good as q8_0, the closest first,
+else lossless decoding, else what is left. Without a GPU it is a pool, which is faster there. The line before it says why. long.txt is your text.
 
 \b
   full, q8_0              --kvflash off -ctk q8_0 -ctv q8_0
@@ -68,7 +70,13 @@ is faster there.
     show_default=True,
     help="Part of --memory that a desktop and other programs take; 0: of a card that does nothing else.",
 )
-@click.option("--ram", metavar="SIZE", type=kinds.ByteSize(), default=None, help="RAM.  [default: what is free here]")
+@click.option(
+    "--ram",
+    metavar="SIZE",
+    type=kinds.ByteSize(),
+    default=None,
+    help="RAM that is free: what the machine has, less the system and other programs.  [default: what is free here]",
+)
 @click.option(
     "-c",
     "--ctx-size",
@@ -121,13 +129,14 @@ def plan(
         about = {"model": printable(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram}
         click.echo(json.dumps({**about, "ways": ways, "best": taken}))
     else:
-        card = f"a GPU with {_gib(gpu)}" if gpu else "no GPU"
-        free = f" ({_gib(headroom)} more for other programs)" if gpu and memory and headroom else ""
-        _show(f"{name}, context {n_ctx:,}, {card}{free}, {_gib(ram)} of RAM", found, choice, n_ctx)
+        free = f", of which {_gib(headroom)} are for other programs (--headroom)" if memory and headroom else ""
+        card = f"a GPU with {_gib(memory or gpu)}{free}" if gpu else "no GPU"
+        _show(f"{name}, context {n_ctx:,}; {card}; {_gib(ram)} of RAM", found, choice, n_ctx)
     if choice is None:
         raise UsageError(_too_small(found))
     if not as_json:
-        click.echo(f"\n{command(choice)}")
+        click.echo(f"\n{_why(choice, n_ctx)}")
+        click.echo(command(choice))
 
 
 def _machine(memory: int | None, headroom: int, ram: int | None) -> tuple[int, int]:
@@ -149,21 +158,29 @@ def _machine(memory: int | None, headroom: int, ram: int | None) -> tuple[int, i
     return gpu, ram
 
 
+_REASONS = {
+    Rank.CLOSE: "of what fits, its answers are the closest to the full f16 cache's",
+    Rank.CODED: "the most bits that fit; answers of so small a pool were not measured",
+    Rank.LOSSLESS: "answers are the full cache's; what else fits has worse ones, and is faster (leave --kvflash-mode out)",
+    Rank.FAR: "nothing that fits is closer to the full f16 cache",
+    Rank.BLIND: "nothing fits that sees more than its pool: long answers are worse",
+}
 _LOST = 1.0  # nats; the texts have nothing in common
 _BROKEN = "broken"
 _SLOW = 0.1  # of the full cache's speed
 _ON_GPU = "times the full f16 cache's on the same GPU (8B shape, H100 and H200; pools: of 4,096 tokens)"
 _ON_CPU = "times the full f16 cache's on the same CPU (Qwen2.5-Coder-0.5B, two cores; a larger model gains less)"
 _WORDS = (
-    "answers: long ones, beside the full f16 cache's (Qwen2.5-Coder-1.5B at 16K; --json has the figures). bits: of codes of what is"
-    " outside the pool. avoid: a tenth of the speed, or broken answers. -ngl: the other layers are"
-    " the CPU's, which was not measured"
+    "answers: long ones, beside the full f16 cache's (Qwen2.5-Coder-1.5B at 16K; --json has the figures)",
+    "4 bits, 2 bits: what is outside the pool is there in so many bits a value",
+    "avoid: less than a tenth of the speed, or broken answers",
 )
+_OF_RAM = "≤: weights come from RAM, with 50 GB/s; what a run takes was not measured"
 
 
 def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> None:
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("GiB", "GPU", "RAM", "fits", "speed", "answers"):
         table.add_column(name, no_wrap=name != "answers")
     for offer in found:
@@ -179,7 +196,9 @@ def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> No
     console.print(head, markup=False, soft_wrap=True)
     console.print(table)
     how = _ON_GPU if found[0].on_gpu else _ON_CPU
-    console.print(f"speed: of an answer, {how}. {_WORDS}", markup=False, soft_wrap=True)
+    more = [_OF_RAM] if any(map(_of_ram, found)) else []
+    for line in (f"speed: of an answer, {how}", *_WORDS, *more):
+        console.print(line, markup=False, soft_wrap=True)
     if choice is not None:
         for need in choice.needs:
             console.print(f"{need.name if need.gpu else 'RAM'}: {sum_line(need)}", markup=False, soft_wrap=True)
@@ -191,7 +210,8 @@ def _label(offer: Offer) -> str:
     kind = f"{offer.options.get('type_k', 'f16')}{' in RAM' if offer.kind == 'RAM' else ''}"
     bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
     layers = f", -ngl {offer.options['n_gpu_layers']}" if offer.n_on_cpu else ""
-    return f"{name}, {kind}{bits}{', lossless' if offer.lossless else ''}{layers}"
+    batch = f", -ub {offer.options['n_ubatch']}" if "n_ubatch" in offer.options and not layers else ""
+    return f"{name}, {kind}{bits}{', lossless' if offer.lossless else ''}{layers}{batch}"
 
 
 def _flags(offer: Offer) -> list[str]:
@@ -217,9 +237,27 @@ def _speed(offer: Offer, n_ctx: int) -> str:
     if offer.lossless:
         return f"{number(expected.LOSSLESS[0])}-{number(expected.LOSSLESS[1])} x"
     speed = offer.speed(n_ctx)
-    if offer.n_on_cpu:
-        return "slower"
+    if _of_ram(offer):
+        return f"≤ {number(float(f'{offer.most_speed:.2g}'))} tok/s"
     return "not measured" if speed is None else f"{speed:.2g} x"
+
+
+def _of_ram(offer: Offer) -> bool:
+    """Return whether the CPU has a part of what a GPU computes for a token."""
+    return offer.on_gpu and offer.host_read > 0 and not offer.lossless and offer.kind != "RAM"
+
+
+def _why(choice: Offer, n_ctx: int) -> str:
+    """Return why this way is taken."""
+    if not choice.on_gpu:
+        pool = "it answers faster than the full cache on a CPU, and keeps what it read"
+        return f"taken: {pool if choice.n_pool else 'the full cache, for the pool of a long text would take more RAM'}"
+    if choice.n_on_cpu:
+        weights = f"the CPU has {choice.n_on_cpu} layers, {_gib(choice.host_read)} that each token reads in RAM"
+        return f"taken: nothing that is worth running fits the GPU alone; {weights}"
+    if choice.n_pool is None and "type_k" not in choice.options:
+        return "taken: the full f16 cache fits"
+    return f"taken: {_REASONS[rank(choice, n_ctx)]}"
 
 
 def _fits(offer: Offer, n_ctx: int) -> str:
@@ -235,7 +273,7 @@ def _answers(offer: Offer, n_ctx: int) -> str:
     if far is None:
         return "not measured"
     if not any(far.values()):
-        return "the full cache's"
+        return "full cache's"
     if offer.is_close(n_ctx):
         return "as good as q8_0"
     return "worse" if max(far.values()) < _LOST else _BROKEN
@@ -259,12 +297,12 @@ def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
 
 
 def _too_small(found: list[Offer]) -> str:
-    least = min(found, key=lambda offer: sum(offer.lacking.values()))
+    least = min(usable(found), key=lambda offer: sum(offer.lacking.values()))
     weights = sum(need.weights for need in least.needs if need.gpu == least.on_gpu)
     lacks = " and ".join(f"{where} lacks {_gib(n)}" for where, n in least.lacking.items())
     return (
-        f"nothing fits: at the least {lacks}, with {_gib(weights)} of weights{' on the GPU' if least.on_gpu else ''}; take a smaller quantisation or a"
-        " shorter context (-c)"
+        f"nothing that is worth running fits: for the nearest ({_label(least)}), {lacks}, with {_gib(weights)} of"
+        f" weights{' on the GPU' if least.on_gpu else ''}; take a smaller quantisation or a shorter context (-c)"
     )
 
 

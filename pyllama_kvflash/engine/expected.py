@@ -26,6 +26,8 @@ CPU_DECODE = {"f16": (10.8, 6.9, 3.9), "pool": (10.5, 10.1, 9.3)}
 """The same without a GPU: the full cache in f16, and a pool of 4,096 in f16 with codes of 4 bits. Qwen2.5-Coder-0.5B, two cores, one run
 (docs/results/cpu.md).
 """
+RAM_RATE = 50e9
+"""Bytes that a CPU reads a second, of two channels of DDR4-3200: an upper bound of what weights in RAM allow. Not measured."""
 LOSSLESS = (0.46, 0.94)
 """The least and the most of lossless decoding, times the full f16 cache's, on GPUs (docs/results/lossless.md)."""
 SHARES = (0.0625, 0.125)

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pyllama_kvflash.engine import expected
 from pyllama_kvflash.engine.loading import check_runs
@@ -33,7 +34,7 @@ class Offer:
 
     kind: the cache: "f16", "q8_0", "q4_0", "RAM" or "pool". options: fields of Options that it takes. needs: what each device
     holds. lacking: bytes that each is short of, by name; {}: it fits. experts: it has some that may stay on the host. on_gpu: there is a
-    GPU to compute with. n_on_cpu: layers that the CPU computes beside it.
+    GPU to compute with. n_on_cpu: layers that the CPU computes beside it. host_read: bytes of weights that it reads in RAM for a token.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Offer:
     experts: bool = False
     on_gpu: bool = True
     n_on_cpu: int = 0
+    host_read: int = 0
 
     @property
     def lossless(self) -> bool:
@@ -69,11 +71,16 @@ class Offer:
 
     def speed(self, n_ctx: int) -> float | None:
         """Return its speed, as expected.speed(); None: it was not measured."""
-        if self.lossless or self.n_on_cpu:
+        if self.lossless or (self.on_gpu and self.host_read and self.kind != "RAM"):
             return None
         if not self.on_gpu:
             return expected.cpu_speed(self.kind, n_ctx)
         return expected.speed(self.kind, n_ctx, self.coarse)
+
+    @property
+    def most_speed(self) -> float:
+        """The most tokens a second that RAM allows, from which weights come; infinite if none do."""
+        return expected.RAM_RATE / self.host_read if self.host_read else math.inf
 
     def bytes_of(self, *, gpu: bool) -> int:
         """Return the bytes of the GPU's memory, or of RAM, with a full context."""
@@ -92,37 +99,73 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
             n_ctx, experts, layers = n_ctx or model.n_ctx_train, has_experts(model), _layers(model)
         base = Options(n_ctx=n_ctx, n_ubatch=Options().n_ubatch if n_ubatch is None else n_ubatch)
         if not gpu:
-            return list(_OnCPU(path, replace(base, n_gpu_layers=0), 0, ram).all())
+            return list(_OnCPU(path, replace(base, n_gpu_layers=0), 0, ram, {}).all())
         # all on the first GPU: more of them have more memory in all, but each holds its own layers
         base = replace(base, split_mode="none", n_cpu_moe="auto" if experts else 0)
-        look = _Look(path, base, gpu, ram)
+        look = _Look(path, base, gpu, ram, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {})
         found = list(look.all())
-        if not any(offer.on_gpu and not offer.lacking and _answers_well(offer) for offer in found):
-            found += look.tight(layers, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {})
+        if not any(not offer.lacking and _answers_well(offer) for offer in found):
+            found += look.tight(layers)
         return found
 
 
-def best(found: list[Offer], n_ctx: int) -> Offer | None:
-    """Return the one to take of those that fit: the full f16 cache, else what is the least far from it, as far as measured,
-    and the largest pool of those that were not; None if none fits.
+class Rank(IntEnum):
+    """How good a way is, the best first."""
 
-    A pool without codes is taken after what else fits. As few layers as possible are left to the CPU, unless answers get worse by that. The cache in RAM and q4_0 are never taken: the one is slow, and the other breaks answers of the model that was measured. Lossless
-    decoding is for the user to choose.
+    CLOSE = 0  # as a full q8_0 cache, or closer
+    CODED = 1  # codes of 4 bits beside a pool that is smaller than those that were measured
+    LOSSLESS = 2
+    FAR = 3  # long answers are worse
+    SHARED = 4  # the CPU has some of the layers
+    BLIND = 5  # a token sees the pool, and nothing else
+
+
+def rank(offer: Offer, n_ctx: int) -> Rank:
+    """Return how good a way is that fits."""
+    if offer.n_pool is not None and offer.coarse == "off" and not offer.lossless:
+        return Rank.BLIND
+    if offer.n_on_cpu:
+        return Rank.SHARED
+    if offer.lossless:
+        return Rank.LOSSLESS
+    if offer.is_close(n_ctx):
+        return Rank.CLOSE
+    return Rank.CODED if offer.coarse == "4" else Rank.FAR
+
+
+def usable(found: list[Offer]) -> list[Offer]:
+    """Return the ways that may be taken: the cache in RAM is slow, and q4_0 breaks answers of the model that was measured."""
+    return [offer for offer in found if offer.kind not in ("q4_0", "RAM")]
+
+
+def best(found: list[Offer], n_ctx: int) -> Offer | None:
+    """Return the one to take of those that fit; None if none does.
+
+    It has the best rank; of these, usual batches, then as few layers on the CPU as possible unless answers get worse by that, then
+    the least divergence from the full f16 cache, as far as it was measured, and the largest pool.
     """
 
-    def rank(offer: Offer) -> tuple[bool, bool, int, float, int]:
-        far, uncoded = offer.divergence(n_ctx), offer.n_pool is not None and offer.coarse == "off"
+    def order(offer: Offer) -> tuple[Rank, bool, bool, int, float, int]:
+        far = offer.divergence(n_ctx)
         apart = offer.n_on_cpu > 0 and not offer.is_close(n_ctx)
-        return uncoded, apart, offer.n_on_cpu, sum(far.values()) if far else math.inf, -(offer.n_pool or n_ctx)
+        small = "n_ubatch" in offer.options
+        return (
+            rank(offer, n_ctx),
+            small,
+            apart,
+            offer.n_on_cpu,
+            sum(far.values()) if far else math.inf,
+            -(offer.n_pool or n_ctx),
+        )
 
-    fit = [offer for offer in found if not offer.lacking and not offer.lossless and offer.kind not in ("q4_0", "RAM")]
+    fit = [offer for offer in usable(found) if not offer.lacking]
     if fit and not fit[0].on_gpu:  # answers of a pool are as good, and written in a part of the time
         return max(fit, key=lambda offer: (offer.n_pool is None) == (n_ctx <= HOST_CAP))
-    return min(fit, key=rank, default=None)
+    return min(fit, key=order, default=None)
 
 
 def _answers_well(offer: Offer) -> bool:
-    return offer.kind in ("f16", "q8_0") or (offer.n_pool is not None and offer.coarse != "off")
+    return offer.lossless or offer.kind in ("f16", "q8_0") or (offer.n_pool is not None and offer.coarse != "off")
 
 
 def _layers(model: Model) -> list[int]:
@@ -135,18 +178,22 @@ def _layers(model: Model) -> list[int]:
 
 
 class _Look:
-    def __init__(self, path: Path, base: Options, gpu: int, ram: int) -> None:
-        self._path, self._base = path, base
+    """small: options of smaller batches, {}: there are none."""
+
+    def __init__(self, path: Path, base: Options, gpu: int, ram: int, small: dict[str, Any]) -> None:
+        self._path, self._base, self._small = path, base, small
         self._room = {True: gpu, False: ram}
+        with Model.load(path, no_alloc=True) as model:
+            self._read = _ReadOnHost.of(model)
 
     def all(self) -> Iterator[Offer]:
         yield from self._full()
         yield self._in_ram()
         for kind in ("f16", "q8_0"):
             with suppress(UnsupportedError):  # a memory that cannot be pooled
-                if (pool := self._pool(kind)) is not None:
-                    yield pool
-                    yield self._offer("pool", {**pool.options, "mode": "lossless"})
+                for more in ({}, {"mode": "lossless"}):
+                    if (pool := self._pool(kind, more)) is not None:
+                        yield pool
 
     def _full(self) -> Iterator[Offer]:
         yield self._offer("f16", {"pool": "off"})
@@ -154,18 +201,20 @@ class _Look:
             with suppress(UnsupportedError):  # a cache type that the model's rows do not have
                 yield self._offer(kind, {"pool": "off", **_types(kind)})
 
-    def tight(self, layers: list[int], small: dict[str, int]) -> Iterator[Offer]:
-        """Yield ways for a model that leaves too little of a GPU: with small batches, and with layers on the CPU. layers: bytes of each."""
+    def tight(self, layers: list[int]) -> Iterator[Offer]:
+        """Yield ways for a model that leaves too little of a GPU: with layers on the CPU, and small batches. layers: bytes of each."""
         size = next((size for size in POOLS[3:] if size < self._base.n_ctx), None)
-        for kind, bits in (("f16", "4"), ("q8_0", "4"), ("f16", "2")):
-            offer = self._offer(kind, {"pool": "off", **_types(kind), **small})
+        ways: list[tuple[str, dict[str, Any]]] = [("q8_0", {"pool": "off", **_types("q8_0")})]
+        if size:
+            forms = (("f16", "4"), ("q8_0", "4"), ("f16", "2"))
+            ways += [("pool", {"pool": size, "coarse": bits, **_types(kind)}) for kind, bits in forms]
+        for kind, options in ways:
             with suppress(UnsupportedError):  # no pool, or no codes
-                if size:
-                    offer = self._offer("pool", {"pool": size, "coarse": bits, **_types(kind), **small})
-            if offer.lacking and not offer.experts and len(layers) > 1:
-                offer = self._moved(offer, layers)
-            if not offer.lacking:
-                yield offer
+                offer = self._offer(kind, options | self._small)
+                if offer.lacking and not offer.experts and len(layers) > 1:
+                    offer = self._moved(offer, layers)
+                if not offer.lacking:
+                    yield offer
 
     def _moved(self, offer: Offer, layers: list[int]) -> Offer:
         """Return an offer with as many of the first layers on the CPU as it takes, with what they have of KV."""
@@ -175,17 +224,19 @@ class _Look:
             if "GPU" not in lacking:
                 break
         options = {**offer.options, "n_gpu_layers": len(layers) + 1 - n}  # with the output, as llama.cpp counts
-        return replace(offer, options=options, needs=held, lacking=lacking, n_on_cpu=n)
+        return replace(offer, options=options, needs=held, lacking=lacking, n_on_cpu=n, host_read=sum(layers[:n]))
 
-    def _pool(self, kind: str) -> Offer | None:
-        """Return the largest pool that fits with the closest codes for which the smallest pool leaves memory; if none fits, the smallest
-        one without codes. None if the context or the model has none.
+    def _pool(self, kind: str, more: dict[str, str]) -> Offer | None:
+        """Return the largest pool that fits with the closest codes for which the smallest pool leaves memory, with small batches if need
+        be; if none fits, the smallest one without codes. None if the context or the model has none. more: options.
         """
         *larger, least = [size for size in POOLS if size < self._base.n_ctx] or [0]
         found = None
-        for bits in expected.BITS if least else ():
+        batches = [{}, self._small] if self._small else [{}]
+        forms = [(bits, batch) for bits in expected.BITS for batch in (batches if bits != "off" else [{}])]
+        for bits, batch in forms if least else ():
             with suppress(UnsupportedError):  # codes that there cannot be
-                found = self._offer("pool", {"pool": least, "coarse": bits, **_types(kind)})
+                found = self._offer("pool", {"pool": least, "coarse": bits, **_types(kind), **batch, **more})
                 if found.n_pool is None:  # what cannot be pooled has the full cache
                     return None
                 if not found.lacking:
@@ -206,7 +257,10 @@ class _Look:
         if kind == "RAM":
             held = _in_host(held)
         on_gpu = bool(self._room[True])
-        return Offer(kind, options, size.n_pool, held, self._lacking(held), asked.n_cpu_moe != 0, on_gpu)
+        read = self._read.of_experts(held) if on_gpu and asked.n_cpu_moe else 0
+        return Offer(
+            kind, options, size.n_pool, held, self._lacking(held), asked.n_cpu_moe != 0, on_gpu, host_read=read
+        )
 
     def _lacking(self, held: tuple[Need, ...]) -> dict[str, int]:
         res = {}
@@ -214,6 +268,24 @@ class _Look:
             if (n := sum(need.total for need in held if need.gpu == gpu)) > room:
                 res["GPU" if gpu else "RAM"] = n - room
         return res
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadOnHost:
+    """What the CPU reads of experts in RAM for a token. embeddings: bytes on the host that are not experts; share: of experts, a token's."""
+
+    embeddings: int
+    share: float
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        arch = model.meta("general.architecture")
+        n, used = (int(model.meta(f"{arch}.{name}") or 0) for name in ("expert_count", "expert_used_count"))
+        return cls(sum(w.size for w in model.weights() if w.name == "token_embd.weight"), used / n if n else 0.0)
+
+    def of_experts(self, held: tuple[Need, ...]) -> int:
+        on_host = sum(need.weights for need in held if not need.gpu)
+        return round(self.share * max(0, on_host - self.embeddings))
 
 
 class _OnCPU(_Look):
