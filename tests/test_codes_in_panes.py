@@ -31,14 +31,14 @@ ENOUGH = 1 << 20  # bytes, of all codes of a tiny model
 
 
 @pytest.fixture
-def by_kernels(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def by_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU's kernels, on the CPU unless there is a GPU, whose codes may be in the memory of an exact pass."""
     if ON_GPU:
         yield
         return
     monkeypatch.setattr(loading, "may_lodge", lambda *_: True)
     monkeypatch.setattr(panes, "lodging_bytes", lambda _, options: {0: ENOUGH} if options.codes_in_panes else {})
-    with host_kernels(library):
+    with host_kernels(request.getfixturevalue("library")):
         yield
 
 

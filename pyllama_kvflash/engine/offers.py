@@ -147,7 +147,7 @@ def best(found: list[Offer], n_ctx: int) -> Offer | None:
 
     def order(offer: Offer) -> tuple[Rank, bool, bool, int, float, int]:
         far = offer.divergence(n_ctx)
-        apart = offer.n_on_cpu > 0 and not offer.is_close(n_ctx)
+        apart = offer.n_on_cpu > 0 and not (offer.is_close(n_ctx) or offer.coarse == "4")
         small = "n_ubatch" in offer.options
         return (
             rank(offer, n_ctx),
