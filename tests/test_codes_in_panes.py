@@ -17,6 +17,7 @@ from support.runs import Open, logits_of, read
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.engine import bits, loading, panes
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.native import Device
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import FORMS
@@ -88,13 +89,24 @@ def test_a_state_goes_with_them(opened: Open) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def test_which_may() -> None:
-    one, two = Geometry(((64, 64),) * 2), Geometry(((64, 64),) * 2, (0, 1))
+def test_which_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single GPU has the memory of both, whatever the CPU has."""
+    there = [Device("CUDA0", "", True, 1, 1), Device("CUDA1", "", True, 1, 1), Device("CPU", "", False, 1, 1)]
+    monkeypatch.setattr(bits, "devices", lambda: there)
+    rows = ((64, 64),) * 2
     options = Options(pool=1024, coarse="2")
-    assert bits.may_lodge(options, one) == ON_GPU
-    for more in ({"mode": "lossless"}, {"opening": 32}, {"meter": 0.05}, {"prefill": "pool"}, {"pool": "off"}):
-        assert not bits.may_lodge(Options(**({"pool": 1024, "coarse": "2"} | more)), one)
-    assert not bits.may_lodge(options, two)
+    found = {at: bits.may_lodge(options, Geometry(rows, at)) for at in ((0, 0), (0, 1), (0, 2), (2, 2))}
+    assert found == {(0, 0): True, (0, 1): False, (0, 2): True, (2, 2): False}
+    for more in (
+        {"mode": "lossless"},
+        {"opening": 32},
+        {"meter": 0.05},
+        {"prefill": "pool"},
+        {"pool": "off"},
+        {"n_parallel": 2},
+    ):
+        given = {"pool": 1024, "coarse": "2", "policy": "fresh"} | more
+        assert not bits.may_lodge(Options(**given), Geometry(rows, (0, 0)))
 
 
 def test_which_are_tried() -> None:

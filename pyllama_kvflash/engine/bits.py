@@ -30,13 +30,20 @@ def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[
 
 
 def may_lodge(options: Options, geometry: Geometry) -> bool:
-    """Return whether codes can be in the memory of an exact pass: a GPU's that has all layers, which no answer needs meanwhile.
+    """Return whether codes can be in the memory of an exact pass: of a single GPU, beside which the CPU may have layers, and which no answer
+    needs meanwhile.
 
     Several sequences read and answer in turn.
     """
-    at = set(geometry.devices or (0,))
-    alone = options.n_parallel == 1 and len(at) == 1 and devices()[at.pop()].gpu
-    return alone and options.pool != "off" and options.prefill != "pool" and not options.reads_in_answers
+    found = devices()
+    gpus = {i for i in geometry.devices or (0,) if found[i].gpu}
+    return (
+        options.n_parallel == 1
+        and len(gpus) == 1
+        and options.pool != "off"
+        and options.prefill != "pool"
+        and not options.reads_in_answers
+    )
 
 
 def forms(options: Options) -> tuple[str, ...]:

@@ -54,7 +54,8 @@ def _codes(geometry: Geometry, options: Options) -> Counter[int]:
 
 def lodging_bytes(geometry: Geometry, options: Options) -> Mapping[int, int]:
     """Return the bytes of the codes that are in the memory of an exact pass, by the index of the device."""
-    return _codes(geometry, options) if options.codes_in_panes else {}
+    found = devices()
+    return {i: n for i, n in _codes(geometry, options).items() if found[i].gpu} if options.codes_in_panes else {}
 
 
 def _without_lodging(geometry: Geometry, options: Options) -> dict[int, int]:

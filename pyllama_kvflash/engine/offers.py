@@ -217,9 +217,10 @@ class _Look:
                     yield offer
 
     def _moved(self, offer: Offer, layers: list[int]) -> Offer:
-        """Return an offer with as many of the first layers on the CPU as it takes, with what they have of KV."""
+        """Return an offer with as many of the first layers on the CPU as it takes, with what they have of KV. layers: bytes of each."""
+        apart = self._offer(offer.kind, {**offer.options, "codes_in_panes": False})  # how large panes are
         for n in range(1, len(layers)):
-            held = tuple(_without(need, offer.needs, sum(layers[:n]), n / len(layers)) for need in offer.needs)
+            held = tuple(_without(need, apart.needs, layers, n) for need in apart.needs)
             lacking = self._lacking(held)
             if "GPU" not in lacking:
                 break
@@ -314,24 +315,19 @@ def _in_host(held: tuple[Need, ...]) -> tuple[Need, ...]:
     )
 
 
-def _without(need: Need, all_: tuple[Need, ...], weights: int, share: float) -> Need:
-    """Return what a device holds once so many bytes of weights, and this share of the layers' KV, are on the host. An exact pass has its
-    layers on both then.
+def _without(need: Need, all_: tuple[Need, ...], layers: list[int], n: int) -> Need:
+    """Return what a device holds once the first n layers are on the host. layers: bytes of each one's weights.
+
+    An exact pass has its layers on both devices then, and codes are in its memory on the GPU. To read a prompt, the GPU has a layer's
+    weights copied, once for each context.
     """
     gpu = next(each for each in all_ if each.gpu)
-    kv, coarse, states = (round(share * getattr(gpu, name)) for name in ("kv", "coarse", "states"))
-    if need.gpu:
-        left = {
-            "weights": need.weights - weights,
-            "kv": need.kv - kv,
-            "coarse": need.coarse - coarse,
-            "states": need.states - states,
-        }
-        return replace(need, **left)
-    more = {
-        "weights": need.weights + weights,
-        "kv": need.kv + kv,
-        "coarse": need.coarse + coarse,
-        "states": need.states + states,
-    }
-    return replace(need, **more, panes=need.panes + gpu.panes)
+    moved = {name: round(n / len(layers) * getattr(gpu, name)) for name in ("kv", "coarse", "states")}
+    moved["weights"] = sum(layers[:n])
+    if not need.gpu:
+        return replace(
+            need, **{name: getattr(need, name) + size for name, size in moved.items()}, panes=need.panes + gpu.panes
+        )
+    left = {name: getattr(need, name) - size for name, size in moved.items()}
+    copied = max(layers) * (2 if need.panes else 1)
+    return replace(need, **left, panes=max(0, need.panes - left["coarse"]), buffers=need.buffers + copied)

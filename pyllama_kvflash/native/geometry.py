@@ -37,7 +37,7 @@ class PaneParams:
         streamed.
     q_tap, q_every: as in PoolParams.
     mass_piece: what the tokens of the tap attend to is kept, summed over so many positions; 0: it is not.
-    least_bytes: of the panes of a device, for codes that are to lie there.
+    least_bytes: of the panes of a GPU, for codes that are to lie there.
     """
 
     n_pane: int = 2

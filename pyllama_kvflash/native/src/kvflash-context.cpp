@@ -10,8 +10,8 @@
 #include <string>
 
 // whether an allocation failed. upstream returns a null pointer whatever went wrong, and only its log tells: "failed to
-// allocate ...", "unable to allocate ..."
-static bool is_of_memory(const std::string & log) { return log.find("allocate") != std::string::npos; }
+// allocate ...", "unable to allocate ...", "allocating 5.00 MiB on device 0: cudaMalloc failed"
+static bool is_of_memory(const std::string & log) { return log.find("allocat") != std::string::npos; }
 
 int kvf_context_new(llama_model * model, const llama_context_params * params, const kvf_pool_params * pool,
         const kvf_pane_params * panes, llama_context ** ctx) {

@@ -239,7 +239,7 @@ void gpu_coarse::leave() {
         away = {new char[at_end], std::default_delete<char[]>()};
     }
     each_part([&](size_t offset, size_t size) { gpu.download(away.get() + offset, base + offset, size); });
-    fresh.panes->clear();
+    fresh.panes->clear(base);
     here = false;
 }
 
@@ -247,7 +247,7 @@ void gpu_coarse::leave() {
 void gpu_coarse::come_back() {
     if (here) { return; }
     fresh.panes->vacate();
-    fresh.panes->clear(); // the last tile has unused positions
+    fresh.panes->clear(base); // the last tile has unused positions
     each_part([&](size_t offset, size_t size) { gpu.upload(base + offset, away.get() + offset, size); });
     here = true;
 }

@@ -192,8 +192,8 @@ struct kvf_panes {
     char * memory(ggml_backend_dev_t dev, size_t & size) const;
     // nothing is computed or copied any more, and a tenant may have the memory until it has to leave
     void vacate();
-    // it has left: zeros, since attention multiplies what no row has by 0
-    void clear();
+    // it comes or has left: zeros, since attention multiplies what no row has by 0
+    void clear(const char * memory);
 
     const kvf_pane_params params;
     kvf_tenant *          tenant = nullptr;

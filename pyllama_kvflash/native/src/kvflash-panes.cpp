@@ -58,7 +58,8 @@ ggml_backend_buffer_t kvf_panes::alloc(ggml_context * ctx, ggml_backend_buffer_t
     const size_t n_turn = n_pane == ks.size() ? 0 : std::min<size_t>(n_pane, 2), n_own = n_pane - n_turn;
     const auto   pane_of = [&](size_t i) { return i < n_own ? i : n_own + (i - n_own) % n_turn; };
 
-    auto * buf = ggml_backend_buft_alloc_buffer(buft, std::max<size_t>(n_pane * size, params.least_bytes));
+    const size_t least = ggml_backend_buft_is_host(buft) ? 0 : params.least_bytes; // codes of the CPU are elsewhere
+    auto *       buf   = ggml_backend_buft_alloc_buffer(buft, std::max(n_pane * size, least));
     if (!buf) { return nullptr; }
 
     parts.emplace_back();
@@ -479,9 +480,9 @@ void kvf_panes::vacate() {
     forget(0);
 }
 
-void kvf_panes::clear() {
+void kvf_panes::clear(const char * memory) {
     for (auto & p : parts) {
-        ggml_backend_buffer_clear(p.buf, 0);
+        if (ggml_backend_buffer_get_base(p.buf) == memory) { ggml_backend_buffer_clear(p.buf, 0); }
     }
 }
 

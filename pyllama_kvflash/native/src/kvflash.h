@@ -91,7 +91,7 @@ struct kvf_pane_params {
     uint32_t q_every;     // as in kvf_pool_params
     uint32_t mass_piece;  // keep the attention of the tap's tokens, summed over pieces of mass_piece positions, a divisor of
                           // 256 (kvf_get_mass); 0: do not
-    uint64_t least_bytes; // of the panes of a device, for the codes of a pool
+    uint64_t least_bytes; // of the panes of a GPU, for the codes of a pool
 };
 
 struct kvf_pool_info {
