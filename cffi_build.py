@@ -340,6 +340,7 @@ int  kvf_place_guests(struct llama_context * ctx, llama_seq_id seq, const int32_
 int  kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
 int  kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
 int  kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
+int  kvf_partial_copy(struct llama_context * from, struct llama_context * to, llama_seq_id seq, llama_pos pos);
 int  kvf_set_width(struct llama_context * ctx, uint32_t n_kv);
 
 extern "Python" bool kvf_on_progress(float progress, void * user_data);

@@ -16,6 +16,7 @@ from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneParams, PoolInfo
 from pyllama_kvflash.native.handle import Handle, Output
 from pyllama_kvflash.native.lib import CACHE_TYPES, check, compute, ffi, lib, owned, unless_forked
 from pyllama_kvflash.native.model import Model, Tokens
+from pyllama_kvflash.native.partial import PartialState
 
 Record = npt.NDArray[np.uint8]
 
@@ -27,7 +28,7 @@ def _fields(struct: Any, cls: type[Any]) -> Any:
     return cls(**{name: getattr(struct, name) for name in cls.__dataclass_fields__})
 
 
-class Context:
+class Context(PartialState):
     """A llama.cpp context as one of its sequences sees it: the first one. sequence() gives the others.
 
     Do not use it in two threads at once; any thread may close it. It is a context manager.
@@ -246,18 +247,6 @@ class Context:
         """Forget positions [start, end) in the full-attention cache only: what an eviction does to a stock cache."""
         check(lib.kvf_attn_seq_rm(self.handle, self.seq, start, end))
 
-    def save_partial(self) -> bytes:
-        """Return the state that no chunk holds (recurrent, sliding window); it is empty for a plain cache."""
-        size = ffi.new("size_t *")
-        check(lib.kvf_partial_size(self.handle, self.seq, size))
-        res = bytearray(size[0])
-        check(lib.kvf_partial_get(self.handle, self.seq, ffi.from_buffer(res), len(res)))
-        return bytes(res)
-
-    def restore_partial(self, state: bytes, pos: int) -> None:
-        """Go back to the first pos positions, with the state that save_partial() gave there. Raises NativeError."""
-        check(lib.kvf_partial_set(self.handle, self.seq, pos, ffi.from_buffer(state), len(state)))
-
     def set_width(self, n_kv: int) -> None:
         """Make the attention read at least n_kv cells from now on, as it did when the sequence was saved."""
         check(lib.kvf_set_width(self.handle, n_kv))
@@ -304,7 +293,13 @@ class Context:
             return 0  # of the machine that is planned for: what its host has for computation is not known here
         out = ffi.new("uint64_t *")
         check(lib.kvf_get_compute_bytes(self.handle, device, out))
-        return int(out[0])
+        return int(out[0]) + (self._halves() if planned_host() and device == 0 else 0)
+
+    def _halves(self) -> int:
+        """Return the bytes of a layer's K and V in f16, which CUDA's flash attention has in its buffers if they are of another type."""
+        n, kept = self.pool.n_pool if self.pool else self.n_ctx, (CACHE_TYPES["f16"], -1)
+        rows = [((layer.type_k, layer.n_embd_k), (layer.type_v, layer.n_embd_v)) for layer in self.layers()]
+        return 2 * n * max((sum(width for kind, width in each if kind not in kept) for each in rows), default=0)
 
     #
     # pool

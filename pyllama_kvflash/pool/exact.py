@@ -70,7 +70,7 @@ class ExactReader:
         """Take over the state of the pool's sequence, which has n_tokens positions. Harmless when repeated."""
         own = self._own(pool.seq)
         if self._end != n_tokens:
-            own.restore_partial(pool.save_partial(), n_tokens)
+            own.take_partial(pool, n_tokens)
             self._end = n_tokens
 
     def decode(
@@ -173,8 +173,9 @@ class ExactReader:
 
     def hand_over(self, pool: Context, n_tokens: int) -> None:
         """Give the state after n_tokens positions to the pool's sequence. Harmless when repeated."""
-        if state := self.ctx.sequence(pool.seq).save_partial():
-            pool.restore_partial(state, n_tokens)
+        own = self.ctx.sequence(pool.seq)
+        if own.n_partial():
+            pool.take_partial(own, n_tokens)
 
     def forget(self, seq: int, n_tokens: int) -> None:
         """Note that a sequence was cut to its first n_tokens positions: later ones will have other rows.

@@ -357,6 +357,8 @@ LLAMA_API int kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, siz
 LLAMA_API int kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
 // put it back, as of position pos, and forget the attention cache from there on
 LLAMA_API int kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
+// the same with that of another context, which devices copy by themselves
+LLAMA_API int kvf_partial_copy(struct llama_context * from, struct llama_context * to, llama_seq_id seq, llama_pos pos);
 
 // make the attention graph of a pool at least n_kv cells wide: n_kv of its kvf_pool_info when a sequence was saved. for
 // chunks that come back to their former blocks

@@ -1,0 +1,39 @@
+"""What no chunk holds of a sequence: a recurrent state, a sliding window."""
+
+from typing import Any
+
+from pyllama_kvflash.native.lib import check, ffi, lib
+
+
+class PartialState:
+    """The part of a context that saves that state, puts it back, and hands it to another context of the model."""
+
+    seq: int
+
+    @property
+    def handle(self) -> Any:
+        """The native context."""
+        raise NotImplementedError
+
+    def n_partial(self) -> int:
+        """Return the bytes of the state that no chunk holds (recurrent, sliding window); 0 for a plain cache."""
+        size = ffi.new("size_t *")
+        check(lib.kvf_partial_size(self.handle, self.seq, size))
+        return int(size[0])
+
+    def save_partial(self) -> bytes:
+        """Return the state that no chunk holds; it is empty for a plain cache."""
+        res = bytearray(self.n_partial())
+        check(lib.kvf_partial_get(self.handle, self.seq, ffi.from_buffer(res), len(res)))
+        return bytes(res)
+
+    def restore_partial(self, state: bytes, pos: int) -> None:
+        """Go back to the first pos positions, with the state that save_partial() gave there. Raises NativeError."""
+        check(lib.kvf_partial_set(self.handle, self.seq, pos, ffi.from_buffer(state), len(state)))
+
+    def take_partial(self, other: "PartialState", pos: int) -> None:
+        """Go back to the first pos positions, with the state that another context has of this sequence. Raises NativeError.
+
+        Recurrent states stay on their device: through host memory, those of a 27B model take a quarter of a second.
+        """
+        check(lib.kvf_partial_copy(other.handle, self.handle, self.seq, pos))
