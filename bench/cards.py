@@ -45,7 +45,13 @@ def taken(offer: Offer | None) -> list[str]:
     pool = "full" if offer.n_pool is None else f"pool {offer.n_pool // 1024}K"
     bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
     layers = f", -ngl {offer.options['n_gpu_layers']}" if offer.n_on_cpu else ""
-    return [f"{pool}, {offer.options.get('type_k', 'f16')}{bits}{layers}", f"{offer.bytes_of(gpu=False) / 2**30:.1f}"]
+    more = (", lossless" if offer.lossless else "") + (
+        f", -ub {offer.options['n_ubatch']}" if "n_ubatch" in offer.options and not layers else ""
+    )
+    return [
+        f"{pool}, {offer.options.get('type_k', 'f16')}{bits}{more}{layers}",
+        f"{offer.bytes_of(gpu=False) / 2**30:.1f}",
+    ]
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
+from pyllama_kvflash.engine.need import peak_bytes
 from pyllama_kvflash.errors import DeviceLostError, Interrupted, KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
 from pyllama_kvflash.text import printable, to_json
@@ -161,7 +163,7 @@ def run(
                 warm.end(kv, done.stats.prefill_s)
             except SnapshotError as err:
                 errors.append(err)
-    reporter.answered(done.stats, done.reason)
+    reporter.answered(replace(done.stats, peak_bytes=peak_bytes()), done.reason)  # what is kept on disk takes some, too
     if stats:
         reporter.console.print(stats_table(done.stats))
     for error in errors[:-1]:
