@@ -30,6 +30,7 @@ class Keywords(TypedDict, total=False):
     min_agreement: float
     panes: int
     coarse: str
+    codes_in_panes: bool | None
     policy: str | Scorer
     tau: int
     swaps: int

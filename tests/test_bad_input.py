@@ -89,7 +89,7 @@ environment = commands.environment
         (("--kvflash-host", ""), ("--kvflash-host", "''", "64GiB")),
         (("--kvflash-host", "64"), ("--kvflash-host", "'64'", "64G")),
         (("--kvflash-host", "64GX"), ("--kvflash-host", "'64GX'", "1,024")),
-        (("--kvflash-host", "1.5G"), ("--kvflash-host", "'1.5G'")),
+        (("--kvflash-host", "1.5.0G"), ("--kvflash-host", "'1.5.0G'")),
         (("--kvflash-host", "64 Gi"), ("--kvflash-host", "'64 Gi'")),
         (("--set", "auto_cap=0"), ("auto_cap is 0",)),
         (("--set", "auto_cap=-1"), ("auto_cap is -1",)),

@@ -14,7 +14,7 @@ from support import commands, models
 from support.commands import NEEDLE_TOKEN_BYTES, good, invoke, rows, summary
 from support.models import Geometry, model_file
 
-from pyllama_kvflash.engine import memory
+from pyllama_kvflash.engine import bits, memory
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import Context, Device, Layer
@@ -106,7 +106,8 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def spread(self: Context) -> list[Layer]:
         return [replace(layer, device=i % 2 * 2) for i, layer in enumerate(layers(self))]
 
-    monkeypatch.setattr(memory, "devices", lambda: found)
+    for module in (memory, bits):
+        monkeypatch.setattr(module, "devices", lambda: found)
     monkeypatch.setattr(Context, "layers", spread)
 
 

@@ -185,6 +185,7 @@ def _reading(name: str, default: Any) -> tuple[str, Callable[[str], Any]] | None
         "split_mode": ("layer or none", str),
         "main_gpu": ("a whole number", int),
         "auto_cap": ("a whole number", _whole),
+        "codes_in_panes": ("true or false", _flag),
     }
     if name in special:
         return special[name]
