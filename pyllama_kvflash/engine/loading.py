@@ -329,9 +329,8 @@ def open_context(model: Model, options: Options, plan: LoadPlan, lodges: Context
         kind = f"a pool of {pool.n_pool:,} tokens" if pool else "the full cache"
         types = f"cache types {options.type_k}/{options.type_v}"
         refused = pool is not None and pool.coarse_k and isinstance(err, UnsupportedError)
-        why = (
-            of_codes(str(err)) if refused else str(err)
-        )  # the error itself would hold the model until the next garbage collection
+        said = str(err)  # the error itself would hold the model until the next garbage collection
+        why = of_codes(said) if refused else said
         msg = f"no context of {options.n_ctx:,} tokens with {kind} and {types} can be made: {why}"
         raise type(err)(msg) from None
 
