@@ -1,8 +1,6 @@
 """The ways to hold a context in a GPU's memory and RAM of given sizes: caches of several types, in RAM, pools, and layers on the CPU."""
 
 import math
-import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,7 +11,7 @@ from typing import Any, Self
 from pyllama_kvflash.engine import expected
 from pyllama_kvflash.engine.loading import check_runs
 from pyllama_kvflash.engine.need import Need
-from pyllama_kvflash.engine.placement import has_experts
+from pyllama_kvflash.engine.placement import has_experts, layer_bytes
 from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import Model, pretending
@@ -25,7 +23,6 @@ POOLS = (16_384, 8192, 4096, 2048, 1024)
 SMALL_BATCH = 128
 """Tokens of a physical batch where that of 512 takes memory that is missing: prompts are read more slowly."""
 _AS_GOOD = 1.5  # times the divergence of q8_0, within which seeds differ
-_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +93,14 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
     with pretending(gpu, ram):
         with Model.load(path, no_alloc=True) as model:
             check_runs(model, Options(pool="off"))
-            n_ctx, experts, layers = n_ctx or model.n_ctx_train, has_experts(model), _layers(model)
+            n_ctx, experts, layers = n_ctx or model.n_ctx_train, has_experts(model), layer_bytes(model)
+            read = _ReadOnHost.of(model)
         base = Options(n_ctx=n_ctx, n_ubatch=Options().n_ubatch if n_ubatch is None else n_ubatch)
         if not gpu:
-            return list(_OnCPU(path, replace(base, n_gpu_layers=0), 0, ram, {}).all())
+            return list(_OnCPU(path, replace(base, n_gpu_layers=0), 0, ram, {}, read).all())
         # all on the first GPU: more of them have more memory in all, but each holds its own layers
         base = replace(base, split_mode="none", n_cpu_moe="auto" if experts else 0)
-        look = _Look(path, base, gpu, ram, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {})
+        look = _Look(path, base, gpu, ram, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {}, read)
         found = list(look.all())
         if not any(not offer.lacking and _answers_well(offer) for offer in found):
             found += look.tight(layers)
@@ -168,23 +166,14 @@ def _answers_well(offer: Offer) -> bool:
     return offer.lossless or offer.kind in ("f16", "q8_0") or (offer.n_pool is not None and offer.coarse != "off")
 
 
-def _layers(model: Model) -> list[int]:
-    """Return the bytes of each layer's weights."""
-    sizes: Counter[int] = Counter()
-    for weight in model.weights():
-        if match := _LAYER.match(weight.name):
-            sizes[int(match[1])] += weight.size
-    return [sizes[i] for i in sorted(sizes)]
-
-
 class _Look:
     """small: options of smaller batches, {}: there are none."""
 
-    def __init__(self, path: Path, base: Options, gpu: int, ram: int, small: dict[str, Any]) -> None:
-        self._path, self._base, self._small = path, base, small
+    def __init__(
+        self, path: Path, base: Options, gpu: int, ram: int, small: dict[str, Any], read: "_ReadOnHost"
+    ) -> None:
+        self._path, self._base, self._small, self._read = path, base, small, read
         self._room = {True: gpu, False: ram}
-        with Model.load(path, no_alloc=True) as model:
-            self._read = _ReadOnHost.of(model)
 
     def all(self) -> Iterator[Offer]:
         yield from self._full()

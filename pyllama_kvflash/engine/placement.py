@@ -1,6 +1,7 @@
 """Placement of experts: a look at a model without its weights, before it is loaded, decides which stay on the host."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from pyllama_kvflash.engine.memory import coarse_bytes
@@ -16,6 +17,15 @@ from pyllama_kvflash.policy.sizing import AUTO_CAP, BATCH, CELLS
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # llama.cpp's LLM_FFN_EXPS_REGEX
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _IS_EXPERTS = re.compile(r"blk\.(\d+)" + _EXPERTS)
+
+
+def layer_bytes(model: Model) -> list[int]:
+    """Return the bytes of each layer's weights."""
+    sizes: Counter[int] = Counter()
+    for weight in model.weights():
+        if match := _LAYER.match(weight.name):
+            sizes[int(match[1])] += weight.size
+    return [sizes[i] for i in sorted(sizes)]
 
 
 def has_experts(model: Model) -> bool:

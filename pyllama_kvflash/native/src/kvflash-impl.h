@@ -234,6 +234,7 @@ private:
     void    place_layers(const llama_kv_cache & kv, const llama_kv_cache & of);
     void    place_records();
     void    bind(llama_context * ctx);
+    void    settle();
     int32_t touched(const ggml_tensor * t) const;
     void    find_turns();
     void    start();

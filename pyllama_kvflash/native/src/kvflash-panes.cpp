@@ -449,14 +449,19 @@ uint32_t kvf_panes::wait(uint32_t n) {
     return whole;
 }
 
-void kvf_panes::abandon() {
-    running = false;
-    failed  = nullptr;
-    records = nullptr;
+// all that is computed and copied has ended
+void kvf_panes::settle() {
     for (auto & p : parts) {
         if (p.compute) { ggml_backend_synchronize(p.compute); }
         if (p.stream) { ggml_backend_synchronize(p.stream.get()); }
     }
+}
+
+void kvf_panes::abandon() {
+    running = false;
+    failed  = nullptr;
+    records = nullptr;
+    settle();
     ahead.clear();
     whole = pos;
     forget(pos);
@@ -473,10 +478,7 @@ char * kvf_panes::memory(ggml_backend_dev_t dev, size_t & size) const {
 }
 
 void kvf_panes::vacate() {
-    for (auto & p : parts) {
-        if (p.compute) { ggml_backend_synchronize(p.compute); }
-        if (p.stream) { ggml_backend_synchronize(p.stream.get()); }
-    }
+    settle();
     forget(0);
 }
 

@@ -78,6 +78,12 @@ struct copies : llama_io_read_i {
 
 } // namespace
 
+// a sequence has another state: its attention cache ends there
+static void forget_from(llama_context * ctx, llama_seq_id seq, llama_pos pos) {
+    kvf_forget(ctx, seq, pos);
+    if (auto * kv = llama_kvflash::get_kv(ctx->get_memory())) { kv->seq_rm(seq, pos, -1); }
+}
+
 int kvf_partial_size(llama_context * ctx, llama_seq_id seq, size_t * size) {
     return kvf_guard([&] {
         kvf_check(ctx && size, "a context and a place for the result are needed");
@@ -118,8 +124,7 @@ int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const 
                    llama_state_seq_set_data_ext(ctx, (const uint8_t *) src, size, seq, PARTIAL) != size) {
             throw kvf_failure(KVF_E_BACKEND, "the state cannot be restored: " + kvf_take_log());
         }
-        kvf_forget(ctx, seq, pos);
-        if (auto * kv = llama_kvflash::get_kv(ctx->get_memory())) { kv->seq_rm(seq, pos, -1); }
+        forget_from(ctx, seq, pos);
     });
 }
 
@@ -140,7 +145,6 @@ int kvf_partial_copy(llama_context * from, llama_context * to, llama_seq_id seq,
             from->get_memory()->state_write(where, seq, PARTIAL);
             to->get_memory()->state_read(there, seq, PARTIAL);
         }
-        kvf_forget(to, seq, pos);
-        if (auto * kv = llama_kvflash::get_kv(to->get_memory())) { kv->seq_rm(seq, pos, -1); }
+        forget_from(to, seq, pos);
     });
 }
