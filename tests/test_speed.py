@@ -18,7 +18,7 @@ from support.benches import ignore
 from support.oracles import ON_CPU
 from support.speeds import ENGINE, random_tokens
 
-from pyllama_kvflash.bench import shapes
+from pyllama_kvflash.bench import shape_tensors, shapes
 from pyllama_kvflash.bench import speed as speed_bench
 from pyllama_kvflash.bench.curves import speed_figure
 from pyllama_kvflash.bench.grid import Results, Variant
@@ -27,14 +27,27 @@ from pyllama_kvflash.bench.speed import Cache, Row, Speed, flatness, speed_varia
 from pyllama_kvflash.bench.steps import decode_steps, near, python_loop
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, OutputError, UsageError
-from pyllama_kvflash.native import ALL, Context, Model
+from pyllama_kvflash.events import Done, Token
+from pyllama_kvflash.native import ALL, Context, Model, Sampling
 from pyllama_kvflash.native.guests import Guests
+from pyllama_kvflash.options import Spec
 
 pytestmark = pytest.mark.native
 
 environment = speeds.environment
 kept = speeds.kept
-shape_path = speeds.shape_path
+
+
+@pytest.fixture(scope="module")
+def shape_path(kept: Path) -> Callable[[str], Path]:
+    """The file of a shape, which the first one to ask for it writes."""
+
+    def path(name: str) -> Path:
+        with shape_file(name, kept) as res:
+            return res
+
+    return path
+
 
 MORE = 64 << 20  # bytes that a GPU takes for codes, more than those of a small shape
 
@@ -46,18 +59,25 @@ MORE = 64 << 20  # bytes that a GPU takes for codes, more than those of a small 
 
 @pytest.mark.parametrize(
     ("name", "memory"),
-    [("tiny", "llama_kv_cache"), ("tiny-hybrid", "llama_memory_hybrid"), ("tiny-moe", "llama_memory_hybrid")],
+    [
+        ("tiny", "llama_kv_cache"),
+        ("tiny-hybrid", "llama_memory_hybrid"),
+        ("tiny-mtp", "llama_memory_hybrid"),
+        ("tiny-moe", "llama_memory_hybrid"),
+        ("tiny-gemma4", "llama_kv_cache_iswa"),
+        ("tiny-laguna", "llama_kv_cache_iswa"),
+    ],
 )
 def test_a_shape_has_the_geometry_asked_for_and_decodes(
     name: str, memory: str, shape_path: Callable[[str], Path]
 ) -> None:
     shape = SHAPES[name]
-    assert shape.n_bytes - shapes._HEADER <= shape_path(name).stat().st_size <= shape.n_bytes
+    assert shape.n_bytes - shape_tensors.HEADER <= shape_path(name).stat().st_size <= shape.n_bytes
     with Model.load(shape_path(name)) as model, Context(model, n_ctx=256, n_threads=1) as ctx:
-        assert (model.n_layer, model.n_vocab, model.n_ctx_train) == (shape.n_layer, shape.n_vocab, shapes.N_CTX)
+        assert (model.n_layer, model.n_vocab, model.n_ctx_train) == (shape.n_layer, shape.n_vocab, shape_tensors.N_CTX)
         assert ctx.memory_class == memory
         assert [layer.il for layer in ctx.layers()] == [
-            i for i in range(shape.n_layer) if (i + 1) % shape.interval == 0
+            i for i in range(shape.n_layer) if (i + (name != "tiny-laguna")) % shape.interval == 0
         ]
         for layer in ctx.layers():
             assert (layer.n_head, layer.n_head_kv, layer.n_embd_head_k) == (
@@ -69,6 +89,28 @@ def test_a_shape_has_the_geometry_asked_for_and_decodes(
         logits = np.stack([ctx.logits(i) for i in range(32)])
     assert np.isfinite(logits).all()
     assert len(set(logits.argmax(axis=1).tolist())) > 4, "what comes next depends on what came before"
+
+
+@pytest.mark.parametrize("pool", ["off", 512])
+@pytest.mark.parametrize("name", ["tiny-gemma4", "tiny-laguna", "tiny-mtp", "tiny-moe-mtp"])
+def test_windows_and_heads_run_with_the_full_cache_and_with_a_pool(
+    monkeypatch: pytest.MonkeyPatch, name: str, pool: int | str, shape_path: Callable[[str], Path]
+) -> None:
+    """The heads draft; their weights are random, so that their guesses say nothing."""
+    monkeypatch.setitem(SHAPES, "tiny-moe-mtp", replace(SHAPES["tiny-moe"], n_mtp=1))
+    monkeypatch.setattr(Model, "is_eog", lambda *_: False)
+    monkeypatch.setattr(Model, "piece", lambda *_, **__: b"")
+    options: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, "n_batch": 256, "policy": "lru", "pool": pool}
+    if name.endswith("mtp"):
+        options["spec"] = Spec(kind="mtp", n_max=2, gate=0)
+    with KVFlash.from_file(shape_path(name), **options) as kv:
+        *events, done = kv.generate(random_tokens(1500), max_tokens=8, sampling=Sampling(temperature=0))
+        if kv.n_pool:
+            kv.check_integrity()
+    assert sum(isinstance(e, Token) for e in events) == 8
+    assert isinstance(done, Done)
+    assert (done.stats.drafted > 0) == ("spec" in options)
+    assert (done.stats.chunks > done.stats.resident) == (pool != "off")
 
 
 def test_a_shape_is_always_the_same_file(shape_path: Callable[[str], Path], tmp_path: Path) -> None:
@@ -101,7 +143,30 @@ def test_the_large_shapes_are_those_of_the_real_models() -> None:
     assert by_name["blk.0.ssm_out.weight"] == (48 * 128, 5120)
     assert by_name["blk.0.attn_qkv.weight"] == (5120, 128 * (16 + 16 + 48))
     assert {t.name: t.shape for t in dense}["blk.35.attn_k.weight"] == (4096, 8 * 128)
-    assert shapes._keys(SHAPES["27b-hybrid"])["rope.dimension_sections"] == [12, 10, 10, 0]
+    assert shapes.keys(SHAPES["27b-hybrid"])["rope.dimension_sections"] == [12, 10, 10, 0]
+
+
+@pytest.mark.parametrize(("name", "n_params"), [("27b-mtp", 25.1e9), ("26b-a4b", 24.7e9), ("laguna", 33.2e9)])
+def test_the_large_shapes_with_windows_and_heads_are_those_of_the_real_models(name: str, n_params: float) -> None:
+    """But for their vocabularies."""
+    listed, keys = list(shapes.tensors(SHAPES[name])), shapes.keys(SHAPES[name])
+    assert sum(int(np.prod(t.shape)) for t in listed) == pytest.approx(n_params, rel=0.005)
+    dims = {t.name: t.shape for t in listed}
+    if name == "27b-mtp":
+        assert (keys["block_count"], keys["nextn_predict_layers"]) == (65, 1)
+        assert dims["blk.64.nextn.eh_proj.weight"] == (2 * 5120, 5120)
+        assert dims["blk.64.attn_q.weight"] == dims["blk.63.attn_q.weight"]
+        return
+    full, head_dims, n_kv, n_q = {
+        "26b-a4b": (range(5, 30, 6), (256, 512), (8, 2), (16, 16)),
+        "laguna": (range(0, 40, 4), (128, 128), (8, 8), (64, 48)),
+    }[name]
+    for il, in_window in enumerate(keys["attention.sliding_window_pattern"]):
+        assert in_window == (il not in full)
+        kind = 0 if in_window else 1
+        assert dims[f"blk.{il}.attn_k.weight"][1] == n_kv[kind] * head_dims[kind]
+        assert dims[f"blk.{il}.attn_q.weight"][1] == n_q[kind] * head_dims[kind]
+        assert (f"blk.{il}.attn_v.weight" in dims) == (in_window or name == "laguna")
 
 
 def test_a_shape_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,7 +192,8 @@ def test_a_shape_that_cannot_be_written_leaves_nothing(monkeypatch: pytest.Monke
 
 def test_a_shape_of_no_name(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"'9b' is not a shape: there are 8b, 70b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe"
+        UsageError,
+        match=r"'9b' is not a shape: there are 8b, 70b, 27b-hybrid, 27b-mtp, 35b-a3b, 26b-a4b, laguna, tiny, .*, tiny-laguna",
     ):
         write_shape("9b", tmp_path / "x")
     assert list(tmp_path.iterdir()) == []

@@ -277,7 +277,7 @@ def test_paging_writes_its_tables(kept: Path) -> None:
     [
         (
             (),
-            "there is nothing to measure: give a model, or --shape with one of 8b, 70b, 27b-hybrid, 35b-a3b, tiny, tiny-hybrid, tiny-moe",
+            "there is nothing to measure: give a model, or --shape with one of 8b, 70b, 27b-hybrid, 27b-mtp, 35b-a3b, 26b-a4b, laguna, tiny, tiny-hybrid, tiny-mtp, tiny-moe, tiny-gemma4, tiny-laguna",
         ),
         (("a.gguf", "--shape", "tiny"), "both a.gguf and --shape tiny are given: give one"),
         (("-m", "a.gguf", "--shape", "tiny"), "both a.gguf and --shape tiny are given: give one"),

@@ -29,8 +29,10 @@ SPEED_HELP = """Measure decode and prefill speed against the context, for the fu
 
 Every cache is filled with random tokens from context to context, and decodes some at each. Give a model, or a shape: a
 model of that geometry with random weights is then written for the run, which takes seconds. 8b: 36 layers, 8 KV heads
-of 128; 70b: 80 such layers, 37 GiB; 27b-hybrid: 64 layers, 16 of them attention with 4 KV heads of 256; 35b-a3b: experts,
-and 40 layers, 10 of them attention with 2 KV heads of 256; tiny, tiny-hybrid and tiny-moe: for a first try on a CPU.
+of 128; 70b: 80 such layers, 37 GiB; 27b-hybrid: 64 layers, 16 of them attention with 4 KV heads of 256; 27b-mtp: the same
+with a head that drafts; 35b-a3b: experts, and 40 layers, 10 of them attention with 2 KV heads of 256; 26b-a4b: Gemma 4, 30
+layers, 25 of them with a window of 1,024; laguna: 40 layers, 30 of them with a window of 512; tiny and tiny-...: for a first
+try on a CPU.
 
 \b
   kvflash bench speed --shape tiny --contexts 1K,2K,4K --pools 1K --steps 128 -t 1    a first look, half a minute

@@ -319,6 +319,10 @@ struct llama_kvflash {
     // the buffer of a new cache's layers on a device, nullptr: no memory. those of full attention may have panes
     static ggml_backend_buffer_t alloc(ggml_context * ctx, ggml_backend_buffer_type_t buft, llama_swa_type swa_type);
 
+    // the buffer of recurrent states on a device, nullptr: no memory. no_alloc: an empty one, as for a cache then
+    static ggml_backend_buffer_t alloc_states(ggml_context * ctx, ggml_backend_buffer_type_t buft, bool no_alloc);
+    static size_t                states_size(ggml_context * ctx, ggml_backend_buffer_t buf, bool no_alloc);
+
     // make the memory that was just created a pool, or a paned one; throw if it cannot be
     static void attach(llama_memory_i * mem, llama_cparams & cparams);
 

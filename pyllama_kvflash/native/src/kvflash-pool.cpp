@@ -75,6 +75,23 @@ ggml_backend_buffer_t llama_kvflash::alloc(ggml_context * ctx, ggml_backend_buff
     return paned ? g_panes->alloc(ctx, buft) : ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft);
 }
 
+ggml_backend_buffer_t llama_kvflash::alloc_states(ggml_context * ctx, ggml_backend_buffer_type_t buft, bool no_alloc) {
+    if (!no_alloc) {
+        return ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft);
+    }
+    ggml_backend_buffer_t empty = ggml_backend_buft_alloc_buffer(buft, 0);
+
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        t->buffer = empty; // otherwise the scheduler would allocate it
+    }
+    return empty;
+}
+
+size_t llama_kvflash::states_size(ggml_context * ctx, ggml_backend_buffer_t buf, bool no_alloc) {
+    return no_alloc ? ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, ggml_backend_buffer_get_type(buf))
+                    : ggml_backend_buffer_get_size(buf);
+}
+
 void llama_kvflash::tap(llama_kv_cache & kv, llama_cparams & cparams, uint32_t q_tap, uint32_t q_every) {
     kv.pool_q_every = std::max(1u, q_every);
 
