@@ -1,11 +1,15 @@
-"""Lossless decoding at given acceptance, on a model of a real shape with random weights: about speed alone.
+"""Drafts of which a given share is right, on a model of a real shape with random weights: about speed alone.
 
 python bench/forced.py --shape 8b --contexts 65536 131072 --pool 4096 -ub 2048 -ct q8_0 --accepted 0.8 0.9 0.95
 
-What is chosen is a list of random tokens, whatever the logits are; a drafted token is the next one of that list with the given
+Lossless decoding, unless --spec is given. What is chosen is a list of random tokens, whatever the logits are; a drafted token is the next one of that list with the given
 probability. All is computed as usual: the pool drafts as its policy has it, the exact pass checks, the number of drafts chooses itself. Beside it, in one
 run: the full cache where it fits, the pool without checks, and streaming of one token a pass (nothing drafted), for an eighth of
 the tokens. Each cache reads its prompt once.
+
+--spec mtp: speculative decoding in place of lossless, with the model's own heads, in the full cache and in pools; its gate is as usual:
+
+    python bench/forced.py --shape 27b-mtp --spec mtp --n-max 3 --contexts 65536 --accepted 0.75
 
 --clients 2 4: so many texts of that length, whose answers take turns, as in the server; the tok/s are those of all.
 
@@ -30,17 +34,20 @@ from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.generation import step_together
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.planning import needs
+from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Context, Model, Sampler, devices
-from pyllama_kvflash.options import Options
+from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy.lookahead import Length, Lookahead
 
 N_WORDS = 500  # tokens that are used: every vocabulary has them
 
 
 @contextmanager
-def forced(text: Any, accepted: float | None) -> Iterator[None]:
-    """Have every answer be `text`, (n,) int32. accepted: probability that a drafted token is right; None: draft nothing."""
+def forced(text: Any, accepted: float | None, start: int = 0) -> Iterator[None]:
+    """Have every answer be `text`, (n,) int32. accepted: probability that a drafted token is right; None: draft nothing. start:
+    tokens before it.
+    """
     right = np.random.default_rng(1).random(len(text)) < (accepted or 0)  # the same ones, however is drafted
 
     class Forced(Sampler):
@@ -59,7 +66,13 @@ def forced(text: Any, accepted: float | None) -> Iterator[None]:
             self.taken += 1
             return int(text[at]) if right[at] or not self.forked else (int(text[at]) + 1) % N_WORDS
 
+    def guessed(drafts: Drafts, history: Any, token: int, at_most: int) -> Any:
+        n = len(guess(drafts, history, token, at_most))  # it takes its time
+        at = len(history) - start
+        return np.where(right[at : at + n], text[at : at + n], (text[at : at + n] + 1) % N_WORDS).astype(np.int32)
+
     kept = generation.Sampler, Lookahead.next, Model.is_eog, Model.piece
+    guess, Drafts.guess = Drafts.guess, guessed  # type: ignore[method-assign]
     generation.Sampler = Forced  # type: ignore[misc]
     Model.is_eog = lambda *_: False  # type: ignore[method-assign]
     Model.piece = lambda *_, **__: b""  # type: ignore[method-assign]
@@ -69,13 +82,14 @@ def forced(text: Any, accepted: float | None) -> Iterator[None]:
         yield
     finally:
         generation.Sampler, Lookahead.next, Model.is_eog, Model.piece = kept  # type: ignore[misc, method-assign]
+        Drafts.guess = guess  # type: ignore[method-assign]
 
 
 def decode(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, float]:
     """Return tokens a second and tokens a round. The context stays as it is."""
     start = kv.n_tokens
     begin = time.perf_counter()
-    with forced(text, accepted):
+    with forced(text, accepted, start):
         events = list(kv.generate(text[-1:], max_tokens=len(text), sampling=Sampling(temperature=0), append=True))
     seconds = time.perf_counter() - begin
     n, s = sum(isinstance(e, Token) for e in events), events[-1].stats  # type: ignore[union-attr]
@@ -108,12 +122,25 @@ def decode_all(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, f
 
 def ways_to_decode(kv: KVFlash, accepted: list[float]) -> list[tuple[str, float | None, bool]]:
     """Return a name, the share of right drafts, and whether is drafted beside checks."""
+    if spec := kv.options.spec:
+        return [("", None, False), *((f"{spec.kind} of {spec.n_max or 'any number'}, ", a, False) for a in accepted)]
     res: list[tuple[str, float | None, bool]] = [("", None, False)]
     if kv.n_pool:
         res += [("lossless, ", a, False) for a in (None, *accepted)]
     if kv.n_pool and kv.sequence.reads_exactly.streams:
         res += [("lossless, beside checks, ", a, True) for a in accepted]
     return res
+
+
+@contextmanager
+def drafting(kv: KVFlash, drafted: bool) -> Iterator[None]:
+    """Decode plainly, unless `drafted`."""
+    drafts = [s.decoder.drafts for s in kv.sequences]
+    for s in kv.sequences if not drafted else ():
+        s.decoder.drafts = None
+    yield
+    for s, each in zip(kv.sequences, drafts, strict=True):
+        s.decoder.drafts = each
 
 
 class Alone(Lossless):
@@ -139,6 +166,10 @@ def main() -> None:
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.8, 0.9, 0.95])
     parser.add_argument("--panes", type=int, nargs="+", default=[2, 999])
     parser.add_argument("--clients", type=int, nargs="+", default=[1])
+    parser.add_argument("--spec", default=None, choices=["mtp"])
+    parser.add_argument("--n-max", type=int, default=0)
+    parser.add_argument("--gate", type=float, default=1.0, help="0: always draft")
+    parser.add_argument("--coarse", default=None)
     parser.add_argument("-ub", type=int, default=512)
     parser.add_argument("-ct", default="f16")
     args = parser.parse_args()
@@ -153,10 +184,11 @@ def main() -> None:
         for n, clients in itertools.product(args.contexts, args.clients):
             options: dict[str, Any] = {"n_ctx": n + args.tokens + 64, "n_ubatch": args.ub, "n_parallel": clients}
             options |= {"type_k": args.ct, "type_v": args.ct}
+            options["spec"] = Spec(kind=args.spec, n_max=args.n_max, gate=args.gate) if args.spec else None
             ways: list[tuple[str, dict[str, Any]]] = [("full", {"pool": "off"})]
-            for policy, panes in itertools.product(args.policies, args.panes):
-                own = {"pool": clients * args.pool, "panes": panes, "policy": policy, "mode": "lossless", "opening": 0}
-                own["coarse"] = usual_coarse(policy)
+            for policy, panes in itertools.product(args.policies, args.panes[: 1 if args.spec else None]):
+                own = {"pool": clients * args.pool, "panes": panes, "policy": policy, "opening": 0}
+                own |= {"coarse": args.coarse or usual_coarse(policy)} | ({} if args.spec else {"mode": "lossless"})
                 ways.append((f"{policy}, {panes} panes", own))
             base = None
             for name, own in ways:
@@ -171,11 +203,12 @@ def main() -> None:
                             list(s.prefill(prompt))
                         read = clients * n / (time.perf_counter() - begin)
                         for how, a, beside in ways_to_decode(kv, args.accepted):
-                            for s in kv.sequences:
+                            for s in kv.sequences if not args.spec else ():
                                 s.decoder.lossless = (Lossless if beside else Alone)(s.sequence, None) if how else None
                             some = text[: len(text) // 8] if how and a is None else text
-                            rate, each = (decode if clients == 1 else decode_all)(kv, some, a)
-                            base = rate if name == "full" else base
+                            with drafting(kv, a is not None):
+                                rate, each = (decode if clients == 1 else decode_all)(kv, some, a)
+                            base = rate if name == "full" and a is None else base
                             share = f"{rate / base:.2f}" if base else "-"
                             print(
                                 f"| {n:,} | {clients} | {how}{name} | {read:,.0f} | {'-' if a is None else a} | {rate:.1f} | {share} |"
