@@ -88,13 +88,15 @@ def forced(text: Any, accepted: float | None, start: int = 0) -> Iterator[None]:
 def decode(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, float]:
     """Return tokens a second and tokens a round. The context stays as it is."""
     start = kv.n_tokens
-    begin = time.perf_counter()
     with forced(text, accepted, start):
-        events = list(kv.generate(text[-1:], max_tokens=len(text), sampling=Sampling(temperature=0), append=True))
+        run = kv.generate(text[-1:], max_tokens=len(text), sampling=Sampling(temperature=0), append=True)
+        events = [next(event for event in run if isinstance(event, Token))]
+        begin = time.perf_counter()  # before it, a checkpoint of recurrent states may be made
+        events += run
     seconds = time.perf_counter() - begin
     n, s = sum(isinstance(e, Token) for e in events), events[-1].stats  # type: ignore[union-attr]
     kv.rollback(start)
-    return n / seconds, n / ((s.draft_steps + s.plain_steps) or n)
+    return (n - 1) / seconds, n / ((s.draft_steps + s.plain_steps) or n)
 
 
 def decode_all(kv: KVFlash, text: Any, accepted: float | None) -> tuple[float, float]:
@@ -133,7 +135,7 @@ def ways_to_decode(kv: KVFlash, accepted: list[float]) -> list[tuple[str, float 
 
 
 @contextmanager
-def drafting(kv: KVFlash, drafted: bool) -> Iterator[None]:
+def drafting(kv: KVFlash, *, drafted: bool) -> Iterator[None]:
     """Decode plainly, unless `drafted`."""
     drafts = [s.decoder.drafts for s in kv.sequences]
     for s in kv.sequences if not drafted else ():
@@ -206,7 +208,7 @@ def main() -> None:
                             for s in kv.sequences if not args.spec else ():
                                 s.decoder.lossless = (Lossless if beside else Alone)(s.sequence, None) if how else None
                             some = text[: len(text) // 8] if how and a is None else text
-                            with drafting(kv, a is not None):
+                            with drafting(kv, drafted=a is not None):
                                 rate, each = (decode if clients == 1 else decode_all)(kv, some, a)
                             base = rate if name == "full" and a is None else base
                             share = f"{rate / base:.2f}" if base else "-"

@@ -1,6 +1,6 @@
-"""Turns after a long text, in the server: seconds until each is read, warm, after a branch and after a restart, way beside way.
+r"""Turns after a long text, in the server: seconds until each is read, warm, after a branch and after a restart, way beside way.
 
-python bench/turns.py 27b-hybrid --tokens 65536 --turn 500 --shape-dir /dev/shm/kvflash-shapes \\
+python bench/turns.py 27b-hybrid --tokens 65536 --turn 500 --shape-dir /dev/shm/kvflash-shapes \
     --way "full=--kvflash off -ctk q8_0 -ctv q8_0" --way "pool=--kvflash 4K -ctk q8_0 -ctv q8_0" -- -ub 512
 
 A model file, or a shape, which gets the bundled model's tokens. A turn is the text before, the answer to it, and --turn new tokens; it is
@@ -78,14 +78,18 @@ def measure(model: Path, way: str, options: list[str], n: int, n_turn: int) -> N
         with server(model, folder, options) as url:
             talk = Conversation(url, [], way)
             talk.take("first", words(n))
-            for i in range(4):
-                kept = talk.tokens if i == 2 else kept if i else []
+            for _ in range(2):
+                talk.take("turn", words(n_turn))
+            kept = talk.tokens
+            for _ in range(2):
                 talk.take("turn", words(n_turn))
             last, talk.tokens = talk.tokens, kept
             talk.take("branch", words(n_turn))
             talk.take("turn of it", words(n_turn))
             held = re.findall(r"checkpoint_bytes (\d+)", httpx.get(f"{url}/metrics", timeout=None).text)
-            print(f"{way}: checkpoints take {int(held[0]) >> 20 if held else '?'} MiB of RAM", file=sys.stderr, flush=True)
+            print(
+                f"{way}: checkpoints take {int(held[0]) >> 20 if held else '?'} MiB of RAM", file=sys.stderr, flush=True
+            )
         with server(model, folder, options) as url:
             again = Conversation(url, talk.tokens, way)
             again.take("restarted", words(n_turn))
@@ -109,7 +113,9 @@ def main() -> None:
         if not model.exists():
             write_shape(args.model, model, BUNDLED_MODEL)
     options = ["-c", str(args.tokens + 10 * (args.turn + 2 * N_ANSWER)), *options]
-    print(f"{args.model}, a turn of {args.turn:,} tokens; {hardware()}\n\n| | | tokens | again | read s | answer s | all s | tok/s |")
+    print(
+        f"{args.model}, a turn of {args.turn:,} tokens; {hardware()}\n\n| | | tokens | again | read s | answer s | all s | tok/s |"
+    )
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     for each in args.way:
         way, _, given = each.partition("=")

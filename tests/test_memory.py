@@ -94,7 +94,7 @@ def test_all_that_is_said_adds_up() -> None:
 def test_a_gpu_has_its_own_name_and_its_driver() -> None:
     need = Need("CUDA0", gpu=True, weights=1 << 30, program=DRIVER)
     assert (
-        "CUDA0 up to 1634.0 MiB = 1024.0 MiB weights + 610.0 MiB driver; while it loads, RAM also maps the file, 1024.0 MiB"
+        "CUDA0 up to 1684.0 MiB = 1024.0 MiB weights + 660.0 MiB driver; while it loads, RAM also maps the file, 1024.0 MiB"
         in memory_line([need])
     )
 

@@ -34,7 +34,7 @@ HELP = """Show a model's architecture, memory class, pooled layers and bytes per
 takes of each device.
 
 It loads no weights. Snapshots, the prefix cache and results of benches know a model by its fingerprint. What a device's driver
-takes for itself (some 610 MiB with CUDA) comes on top.
+takes for itself (some 660 MiB with CUDA) comes on top.
 
 \b
   kvflash inspect model.gguf

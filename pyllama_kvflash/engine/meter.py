@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.events import Checked, MeterStats
+from pyllama_kvflash.native import StateBytes
 from pyllama_kvflash.policy.checks import Checks
 from pyllama_kvflash.pool.sequence import PooledSequence
 
@@ -34,7 +35,7 @@ class Meter:
         self.checks = Checks(share, min(N_CHECKED, sequence.reads_exactly.n_batch))
         self._sequence = sequence
         self._start = 0
-        self._state = b""  # what no chunk holds, at _start
+        self._state: StateBytes = b""  # what no chunk holds, at _start
         self._rows: list[Logits] | None = None  # logits of the tokens from _start on; None: no check was begun
         self._since: float | None = None
 

@@ -17,7 +17,7 @@ from pyllama_kvflash.pool.checkpoints import MOST
 
 _STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 
-DRIVER = 610 << 20
+DRIVER = 660 << 20
 """Bytes that CUDA takes of a GPU for itself, once its kernels have run: an H200 with driver 580 (docs/results/memory.md)."""
 
 

@@ -20,6 +20,7 @@ from pyllama_kvflash.native.json_grammar import json_grammar, whole_grammar
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.order import order_of, order_of_letters
+from pyllama_kvflash.native.partial import StateBytes
 from pyllama_kvflash.native.quantize import quantize
 from pyllama_kvflash.native.rope import SCALINGS, Rope
 from pyllama_kvflash.native.sampler import (
@@ -72,6 +73,7 @@ __all__ = [
     "Sampler",
     "Sampling",
     "Speculator",
+    "StateBytes",
     "Summaries",
     "Tokens",
     "add_rpc",

@@ -2,7 +2,12 @@
 
 from typing import Any
 
+import numpy as np
+
 from pyllama_kvflash.native.lib import check, ffi, lib
+
+StateBytes = bytes | memoryview
+"""What no chunk holds of a sequence, as bytes."""
 
 
 class PartialState:
@@ -21,13 +26,13 @@ class PartialState:
         check(lib.kvf_partial_size(self.handle, self.seq, size))
         return int(size[0])
 
-    def save_partial(self) -> bytes:
+    def save_partial(self) -> StateBytes:
         """Return the state that no chunk holds; it is empty for a plain cache."""
-        res = bytearray(self.n_partial())
+        res = np.empty(self.n_partial(), np.uint8).data  # bytes would be written twice, and a 27B model has 150 MiB
         check(lib.kvf_partial_get(self.handle, self.seq, ffi.from_buffer(res), len(res)))
-        return bytes(res)
+        return res
 
-    def restore_partial(self, state: bytes, pos: int) -> None:
+    def restore_partial(self, state: StateBytes, pos: int) -> None:
         """Go back to the first pos positions, with the state that save_partial() gave there. Raises NativeError."""
         check(lib.kvf_partial_set(self.handle, self.seq, pos, ffi.from_buffer(state), len(state)))
 

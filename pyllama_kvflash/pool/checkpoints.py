@@ -6,6 +6,7 @@ not overwritten, so copies are kept in host memory where the next prompt is like
 
 from collections.abc import Mapping, Sequence
 
+from pyllama_kvflash.native import StateBytes
 from pyllama_kvflash.pool.sequence import PooledSequence
 
 MOST = 16  # of a sequence
@@ -21,7 +22,7 @@ class Checkpoints:
         options = sequence.options
         self._sequence = sequence
         self._limit = options.checkpoint_limit // options.n_parallel
-        self._states: dict[int, bytes] = {}  # by position, in ascending order
+        self._states: dict[int, StateBytes] = {}  # by position, in ascending order
 
     @property
     def kept(self) -> bool:
@@ -54,7 +55,9 @@ class Checkpoints:
             if not taken or taken[-1] - pos >= options.n_ubatch or pos in first:
                 taken.append(pos)
         if options.snapshots and self._sequence.pager:  # a snapshot can be cut at the end of a chunk
-            taken += [(start + n - 1) // options.chunk * options.chunk]
+            end = (start + n - 1) // options.chunk * options.chunk
+            if end - max(self.at_chunks, default=0) >= _EVERY or not self.at_chunks:  # each cuts a batch
+                taken += [end]
         return sorted({pos - start for pos in taken if pos >= max(start, 1)})
 
     def make(self) -> None:
@@ -110,11 +113,11 @@ class Checkpoints:
         chunk = self._sequence.options.chunk
         return [pos for pos in self._states if pos % chunk == 0]
 
-    def saved(self, n_tokens: int) -> list[tuple[int, bytes]]:
+    def saved(self, n_tokens: int) -> list[tuple[int, StateBytes]]:
         """Return those that a snapshot of the first n_tokens positions has, in ascending order."""
         return [(pos, self._states[pos]) for pos in self.at_chunks if pos <= n_tokens][-_SAVED:]
 
-    def restored(self, states: Mapping[int, bytes]) -> None:
+    def restored(self, states: Mapping[int, StateBytes]) -> None:
         """Take those of a snapshot, in the place of all others."""
         self._states = dict(sorted(states.items())) if self.kept else {}
         self._evict()

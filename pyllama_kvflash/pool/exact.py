@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.native import ALL, Context, ExactContext, Record, Tokens
+from pyllama_kvflash.native import ALL, Context, ExactContext, Record, StateBytes, Tokens
 from pyllama_kvflash.policy.scorers import EDGE
 
 _MOST_AHEAD = 3  # see ExactContext.wait_whole()
@@ -125,7 +125,7 @@ class ExactReader:
             computing.result()
 
     def look(
-        self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], state: bytes
+        self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], state: StateBytes
     ) -> npt.NDArray[np.float32]:
         """Decode tokens (n,) int32 once more, which the pool's sequence has at positions start, start + 1, ...
 

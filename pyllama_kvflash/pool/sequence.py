@@ -13,7 +13,7 @@ import numpy as np
 
 from pyllama_kvflash.errors import NativeError, PoolError, UnsupportedError, UsageError
 from pyllama_kvflash.events import Event, Paged, Warn
-from pyllama_kvflash.native import Context, Tokens
+from pyllama_kvflash.native import Context, StateBytes, Tokens
 from pyllama_kvflash.options import Options, check_span
 from pyllama_kvflash.policy import UNSCORED, Plan, Queries, Scorer
 from pyllama_kvflash.policy.scorers import Floats
@@ -70,7 +70,7 @@ class PooledSequence:
         self.exact = exact
         self.n_exact = self.opens_until = 0
         self._arriving: int | None = None  # positions there are once the pool has an exact batch, too
-        self._state: bytes | None = None  # what no chunk holds, before a trial that is under way
+        self._state: StateBytes | None = None  # what no chunk holds, before a trial that is under way
         self.warnings: tuple[str, ...] = ()
         self._in_transit: tuple[int, int] | None = None  # (position, token) between history and pending
         self._closed = False
@@ -221,7 +221,7 @@ class PooledSequence:
         if self.pager:
             self.pager.ledger.try_out(0)
 
-    def _go_back(self, n_tokens: int, state: bytes) -> None:
+    def _go_back(self, n_tokens: int, state: StateBytes) -> None:
         """Have the context go back to its first n_tokens positions. state: what no chunk holds, to be there then; empty if
         the memory can go back by itself.
         """
@@ -230,7 +230,7 @@ class PooledSequence:
         else:
             self.ctx.seq_rm(n_tokens)
 
-    def seen_exactly(self, start: int, n: int, state: bytes) -> Floats:
+    def seen_exactly(self, start: int, n: int, state: StateBytes) -> Floats:
         """Return the logits (n, n_vocab) of n tokens from position start on, computed against everything. Changes nothing.
 
         state: what save_partial() gave at start. Raises Interrupted, SnapshotError and NativeError.
@@ -315,7 +315,7 @@ class PooledSequence:
         if self.exact is not None:
             self.exact.forget(self.seq, n_tokens)
 
-    def rollback(self, n_tokens: int, state: bytes = b"") -> None:
+    def rollback(self, n_tokens: int, state: StateBytes = b"") -> None:
         """Keep the first n_tokens positions; see KVSequence.rollback. state: as for rewind(). Raises UsageError and UnsupportedError."""
         self.check_kept(n_tokens)
         self.cancel_scoring()
@@ -359,7 +359,7 @@ class PooledSequence:
                 self.settle_token()
         return token, Paged(n, plan.drops, plan.page_ins) if plan else None
 
-    def rewind(self, n_tokens: int, state: bytes) -> Paged | None:
+    def rewind(self, n_tokens: int, state: StateBytes) -> Paged | None:
         """Go back to the first n_tokens positions. Returns what moved.
 
         state: what save_partial() gave at n_tokens; empty if the memory can go back by itself.

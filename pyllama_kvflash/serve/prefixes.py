@@ -16,6 +16,8 @@ _COMMON = 64  # fewest common tokens for which a sequence is preferred to one th
 
 _QUESTION = 2  # the message after a system message and the first question, where a conversation has both
 
+_NEW = 16  # a sequence is written again once a sixteenth of it is new: a write copies the codes of all of it, before the next token
+
 _READ_MUCH = 16384  # new tokens of a long prompt after which it is saved while it is read
 
 log = logging.getLogger("kvflash.serve")
@@ -63,7 +65,7 @@ class Prefixes:
         """
         common = slot.common(tokens) if reuse else 0
         if common < slot.seq.n_tokens:
-            self.save(slot)
+            self.save(slot, lost=True)
         if not reuse:
             self.clear(slot)
             return
@@ -77,15 +79,18 @@ class Prefixes:
         self._metrics.reused("memory", n)
 
     def _restore(self, slot: Slot, tokens: Tokens, common: int) -> int:
-        """Restore a prefix from the cache, if it has more than `common` tokens. Returns the positions restored.
+        """Restore a prefix from the cache, if it has many more than the `common` tokens that are in memory. Returns the positions restored.
 
         0: nothing was changed, or the sequence is clear.
         """
         if self._cache is None:
             return 0
-        self._finish([future for text, future in self._writing if n_common(text, tokens) > common])
+        least = common + (
+            self._cache_min if common >= _COMMON else 1
+        )  # for a few tokens more than are in memory, files take too long
+        self._finish([future for text, future in self._writing if n_common(text, tokens) >= least])
         try:
-            if self._cache.match(slot.seq, tokens[:-1]) <= common:
+            if self._cache.match(slot.seq, tokens[:-1]) < least:
                 return 0
         except (KVFlashError, OSError) as err:  # the sequence is as it was
             log.warning("the prefix cache could not be read: %s", err)
@@ -103,18 +108,19 @@ class Prefixes:
         if slot.seq.n_tokens - slot.kept >= max(self._cache_min, _READ_MUCH):
             self.save(slot)
 
-    def save_all(self, slots: Iterable[Slot]) -> None:
+    def save_all(self, slots: Iterable[Slot], *, lost: bool = False) -> None:
         """Save all idle sequences, as save() does."""
         for slot in slots:
             if slot.job is None:
-                self.save(slot)
+                self.save(slot, lost=lost)
 
-    def save(self, slot: Slot, keep_s: float = 0.0) -> None:
+    def save(self, slot: Slot, keep_s: float = 0.0, *, lost: bool = False) -> None:
         """Let the cache write a sequence, if much of it is new, while requests continue. Errors are only logged.
 
-        keep_s: seconds for which the cache must keep it, however little is new; 0: while there is room.
+        keep_s: seconds for which the cache must keep it, however little is new; 0: while there is room. lost: it is about to leave memory.
         """
-        if self._cache is None or (slot.seq.n_tokens - slot.kept < self._cache_min and not keep_s):
+        n, n_new = slot.seq.n_tokens, slot.seq.n_tokens - slot.kept
+        if self._cache is None or (n_new < max(self._cache_min, 0 if lost else n // _NEW) and not keep_s):
             return
         try:
             future = self._cache.begin(slot.seq, keep_s)

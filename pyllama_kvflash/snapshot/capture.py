@@ -11,7 +11,7 @@ import numpy as np
 
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.files import check_outputs
-from pyllama_kvflash.native import Context, Record, Tokens
+from pyllama_kvflash.native import Context, Record, StateBytes, Tokens
 from pyllama_kvflash.native.checksum import checksum
 from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.pool.host_store import HostStore, Stored
@@ -23,7 +23,7 @@ from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 from pyllama_kvflash.snapshot.saved_pool import SavedPool
 from pyllama_kvflash.text import n_common
 
-States = Sequence[tuple[int, bytes]]
+States = Sequence[tuple[int, StateBytes]]
 """State that no chunk holds (recurrent, sliding window): (position, bytes), in ascending order."""
 
 S = TypeVar("S")
@@ -197,7 +197,7 @@ def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
     return fit[-1]
 
 
-def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> bytes:
+def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> StateBytes:
     """Put the first n positions into an empty sequence. n: from usable().
 
     Returns the state that no chunk holds, for the caller to put back next; b"" if there is none. Raises PoolError,

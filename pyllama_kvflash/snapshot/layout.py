@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.files import Replacement
-from pyllama_kvflash.native import Record, Tokens
+from pyllama_kvflash.native import Record, StateBytes, Tokens
 from pyllama_kvflash.native.checksum import CHECKSUM
 from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.snapshot.saved_guests import SavedGuests
@@ -193,7 +193,7 @@ class Contents:
     tokens: Tokens
     chunks: Chunks
     plan: tuple[tuple[int, ...], tuple[int, ...]]
-    states: tuple[tuple[int, bytes], ...]
+    states: tuple[tuple[int, StateBytes], ...]
     scoring: Scoring = field(default_factory=Scoring)
     sources: tuple[Source, ...] = ()
     guests: SavedGuests | None = None

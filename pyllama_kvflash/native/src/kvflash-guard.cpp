@@ -61,11 +61,28 @@ static thread_local std::string g_error;
 // calls of kvf_guard() that this thread is in
 static thread_local int g_guarded = 0;
 
+// what a GPU's backend logs just before it aborts with "CUDA error" alone; empty: nothing
+static std::string gpu_error() {
+    static const std::string mark = "CUDA error: ";
+
+    const std::string log = kvf_take_log();
+    const size_t      at  = log.rfind(mark);
+    return at == std::string::npos ? "" : log.substr(at + mark.size(), log.find('\n', at) - at - mark.size());
+}
+
 // a failed GGML_ASSERT of the library would end the process: within a kvf_guard() it becomes an exception instead, which
 // passes through C code (compiled with -fexceptions, see CMakeLists.txt). the library's state may be damaged then, but the
 // caller can report the error, and keep its data
 static void on_abort(const char * message) {
-    if (g_guarded > 0) { throw kvf_failure(KVF_E_BACKEND, message); }
+    if (g_guarded > 0) {
+        const std::string why = gpu_error();
+        if (why == "out of memory") {
+            throw kvf_failure(KVF_E_MEMORY,
+                    "the GPU ran out of memory while it computed: leave it more, by a smaller `n_ubatch`, `pool` or "
+                    "`n_ctx`, or by `n_gpu_layers`; `kvflash plan` says what fits");
+        }
+        throw kvf_failure(KVF_E_BACKEND, why.empty() ? message : message + (": " + why));
+    }
     fprintf(stderr, "%s\n", message);
 }
 

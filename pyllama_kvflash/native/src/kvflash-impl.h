@@ -20,6 +20,9 @@ struct kvf_window;
 struct kvf_window_cell;
 struct kvf_window_place;
 
+// n bytes of a tensor, as a tensor
+ggml_tensor kvf_bytes(const ggml_tensor * t, size_t offset, size_t n);
+
 // Copies between the pool and host memory. On a device that can, they run on a stream of their own, ordered against the
 // computation by events, and the host does not wait; elsewhere they are done when a call returns.
 //
@@ -364,6 +367,9 @@ struct llama_kvflash {
     static size_t window_size(const llama_kv_cache & kv, llama_seq_id seq);
     static void   window_get(llama_context * ctx, const llama_kv_cache & kv, llama_seq_id seq, void * dst, size_t size);
     static void   window_set(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, const void * src, size_t size);
+    // the same from the cache of another context, which a device copies by itself
+    static void window_copy(
+            llama_context * from, const llama_kv_cache & src, llama_context * to, llama_kv_cache & dst, llama_seq_id seq);
 
     static bool is_pool(const llama_kv_cache & kv) { return kv.pool_chunk > 0; }
 
@@ -444,6 +450,9 @@ private:
     static kvf_window                    window_head(const llama_kv_cache & kv, llama_seq_id seq);
     static std::vector<kvf_window_place> window_places(
             const llama_kv_cache & kv, const kvf_window & head, const std::vector<kvf_window_cell> & saved);
+    static std::vector<kvf_window_cell>  window_cells(const llama_kv_cache & kv, llama_seq_id seq);
+    static void                          window_occupy(llama_kv_cache & kv, const kvf_window & head, llama_seq_id seq,
+                                     const std::vector<kvf_window_cell> & saved, const std::vector<kvf_window_place> & places);
     static std::vector<kvf_mover::piece> pieces(const llama_kv_cache & kv);
 };
 

@@ -15,6 +15,18 @@ static constexpr llama_state_seq_flags PARTIAL = LLAMA_STATE_SEQ_FLAGS_PARTIAL_O
 // a plain cache has no such state, but upstream would write all of its cells
 static bool has_partial(llama_context * ctx) { return llama_kvflash::has_partial(ctx->get_memory()); }
 
+ggml_tensor kvf_bytes(const ggml_tensor * t, size_t offset, size_t n) {
+    ggml_tensor res = {};
+    res.type        = GGML_TYPE_I8;
+    res.buffer      = t->view_src ? t->view_src->buffer : t->buffer;
+    res.data        = (char *) t->data + offset;
+    std::fill_n(res.ne, GGML_MAX_DIMS, 1);
+    std::fill_n(res.nb, GGML_MAX_DIMS, n);
+    res.ne[0] = n;
+    res.nb[0] = 1;
+    return res;
+}
+
 namespace {
 
 // bytes of a tensor
@@ -22,17 +34,7 @@ struct piece {
     ggml_tensor * tensor;
     size_t        offset, size;
 
-    ggml_tensor view(size_t n) const {
-        ggml_tensor res = {};
-        res.type        = GGML_TYPE_I8;
-        res.buffer      = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
-        res.data        = (char *) tensor->data + offset;
-        std::fill_n(res.ne, GGML_MAX_DIMS, 1);
-        std::fill_n(res.nb, GGML_MAX_DIMS, n);
-        res.ne[0] = n;
-        res.nb[0] = 1;
-        return res;
-    }
+    ggml_tensor view(size_t n) const { return kvf_bytes(tensor, offset, n); }
 };
 
 // where a state is, rather than what it is
@@ -134,9 +136,7 @@ int kvf_partial_copy(llama_context * from, llama_context * to, llama_seq_id seq,
         kvf_check_seq(from, seq);
         kvf_check_seq(to, seq);
         if (const auto * kv = llama_kvflash::get_window(from->get_memory())) {
-            std::vector<char> state(llama_kvflash::window_size(*kv, seq));
-            llama_kvflash::window_get(from, *kv, seq, state.data(), state.size());
-            llama_kvflash::window_set(to, *llama_kvflash::get_window(to->get_memory()), seq, state.data(), state.size());
+            llama_kvflash::window_copy(from, *kv, to, *llama_kvflash::get_window(to->get_memory()), seq);
         } else if (has_partial(from)) {
             from->synchronize();
             to->synchronize();

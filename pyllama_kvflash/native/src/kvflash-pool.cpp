@@ -76,9 +76,7 @@ ggml_backend_buffer_t llama_kvflash::alloc(ggml_context * ctx, ggml_backend_buff
 }
 
 ggml_backend_buffer_t llama_kvflash::alloc_states(ggml_context * ctx, ggml_backend_buffer_type_t buft, bool no_alloc) {
-    if (!no_alloc) {
-        return ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft);
-    }
+    if (!no_alloc) { return ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft); }
     ggml_backend_buffer_t empty = ggml_backend_buft_alloc_buffer(buft, 0);
 
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {

@@ -100,21 +100,17 @@ void llama_kvflash::window_get(llama_context * ctx, const llama_kv_cache & kv, l
     kvf_check(size == window_size(kv, seq), "the place for the state has another size");
     ctx->synchronize();
 
-    const auto   head  = window_head(kv, seq);
-    const auto & cells = kv.v_cells[0];
+    const auto head = window_head(kv, seq);
 
     auto * out = (uint8_t *) dst;
     memcpy(out, &head, sizeof(head));
     out += sizeof(head);
 
     std::vector<kvf_window_place> places;
-    for (uint32_t i = 0; i < kv.get_size(); ++i) {
-        if (cells.is_empty(i) || !cells.seq_has(i, seq)) { continue; }
-
-        const kvf_window_cell cell = {i, cells.pos_get(i), cells.ext_get(i)};
+    for (const auto & cell : window_cells(kv, seq)) {
         memcpy(out, &cell, sizeof(cell));
         out += sizeof(cell);
-        places.push_back({i, (uint32_t) places.size()});
+        places.push_back({cell.idx, (uint32_t) places.size()});
     }
 
     const auto rows = [&](const ggml_tensor * t, bool columns) {
@@ -127,6 +123,16 @@ void llama_kvflash::window_get(llama_context * ctx, const llama_kv_cache & kv, l
         rows(layer.k, false);
         rows(layer.v, kv.v_trans);
     }
+}
+
+std::vector<kvf_window_cell> llama_kvflash::window_cells(const llama_kv_cache & kv, llama_seq_id seq) {
+    const auto & cells = kv.v_cells[0];
+
+    std::vector<kvf_window_cell> res;
+    for (uint32_t i = 0; i < kv.get_size(); ++i) {
+        if (!cells.is_empty(i) && cells.seq_has(i, seq)) { res.push_back({i, cells.pos_get(i), cells.ext_get(i)}); }
+    }
+    return res;
 }
 
 // where the cells go: to their own places if these are free; else to the first free ones. where several sequences share the
@@ -194,7 +200,6 @@ void llama_kvflash::window_set(llama_context * ctx, llama_kv_cache & kv, llama_s
     ctx->synchronize();
     kv.seq_rm(seq, -1, -1);
 
-    auto &     cells  = kv.v_cells[0];
     const auto places = window_places(kv, head, saved);
 
     const auto rows = [&](ggml_tensor * t, bool columns) {
@@ -208,10 +213,50 @@ void llama_kvflash::window_set(llama_context * ctx, llama_kv_cache & kv, llama_s
         rows(layer.v, kv.v_trans);
     }
 
+    window_occupy(kv, head, seq, saved, places);
+}
+
+void llama_kvflash::window_copy(
+        llama_context * from, const llama_kv_cache & src, llama_context * to, llama_kv_cache & dst, llama_seq_id seq) {
+    const auto head = window_head(src, seq), want = window_head(dst, seq);
+    kvf_check(head.n_layer == want.n_layer && head.v_trans == want.v_trans && head.row_bytes == want.row_bytes,
+            "the other context has other layers or cache types");
+    from->synchronize();
+    to->synchronize();
+    dst.seq_rm(seq, -1, -1);
+
+    const auto saved  = window_cells(src, seq);
+    const auto places = window_places(dst, head, saved);
+
+    auto across = places; // the other cache takes the place of a blob
+    for (auto & p : across) {
+        p.at = saved[p.at].idx;
+    }
+    const auto rows = [&](const ggml_tensor * s, ggml_tensor * d, bool columns) {
+        if (!d) { return; }
+        each_run(d, columns, dst.get_size(), src.get_size(), across, [&](size_t at, size_t of, size_t n) {
+            ggml_tensor its = kvf_bytes(s, of, n), own = kvf_bytes(d, at, n);
+            ggml_backend_tensor_copy(&its, &own);
+        });
+    };
+    for (size_t i = 0; i < dst.layers.size(); ++i) {
+        rows(src.layers[i].k, dst.layers[i].k, false);
+        rows(src.layers[i].v, dst.layers[i].v, dst.v_trans);
+    }
+
+    window_occupy(dst, head, seq, saved, places);
+}
+
+void llama_kvflash::window_occupy(llama_kv_cache & kv, const kvf_window & head, llama_seq_id seq,
+        const std::vector<kvf_window_cell> & saved, const std::vector<kvf_window_place> & places) {
+    auto & cells = kv.v_cells[0];
+
     for (const auto & p : places) {
         cells.pos_set(p.idx, saved[p.at].pos);
         cells.ext_set(p.idx, saved[p.at].ext);
         cells.seq_add(p.idx, seq);
     }
-    if (head.size == want.size && head.head <= want.size && cells.get_used() == places.size()) { kv.v_heads[0] = head.head; }
+    if (head.size == kv.get_size() && head.head <= kv.get_size() && cells.get_used() == places.size()) {
+        kv.v_heads[0] = head.head;
+    }
 }
