@@ -124,6 +124,17 @@ def test_without_marks_it_is_where_the_last_graph_begins(opened: Open) -> None:
     assert positions(kv) == [256, 300]
 
 
+def test_a_turn_is_cut_for_a_snapshot_now_and_then(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a chunk, where a file can be cut: a batch more in each turn would read all of the text once more."""
+    monkeypatch.setattr(checkpoints, "_CUT_EVERY", 200)
+    kv = opened("qwen35", pool=512, snapshots=True)
+    found = []
+    for n in (900, 950, 1000, 1200):
+        asked(kv, TOKENS[:n])
+        found.append(kv.decoder.checkpoints.at_chunks[-1])
+    assert found == [896, 896, 896, 1184]
+
+
 def test_there_are_few_and_they_are_counted(opened: Open) -> None:
     """The oldest go where they are densest. Beyond the limit there are fewer; at 0 there are none."""
     kv = opened("qwen35", pool="off")

@@ -211,7 +211,7 @@ def test_a_part_that_was_read_exactly_is_restored(
     opened: Open, snap: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the chunk's end, or the checkpoint, that both texts have: the rest is read as if no more had ever been."""
-    monkeypatch.setattr(checkpoints, "_EVERY", 1)  # so that both cut their last batch in the same place
+    monkeypatch.setattr(checkpoints, "_CUT_EVERY", 1)  # so that both cut their last batch in the same place
     kv, cold = opened(name, snapshots=True), opened(name, snapshots=True)
     for end in (12 * N_UBATCH + CHUNK, 20 * N_UBATCH):
         read(kv, end)

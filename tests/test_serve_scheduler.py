@@ -299,6 +299,31 @@ def test_prefixes_on_disk(chosen: Chosen) -> None:
         assert found["prefix_cache_misses_total"] == 3
 
 
+def test_a_conversation_is_written_again_once_a_sixteenth_of_it_is_new() -> None:
+    """And what is still missing at the server's end."""
+    cache, text = FakeCache(), tokens_of(1600, 1)
+    with scheduling(cache=cache, cache_min=40, n_parallel=1) as scheduler:
+        for n, n_saved in ((1500, 1), (1550, 1), (1600, 2)):
+            assert Asked(scheduler, text[:n]).done
+            until(lambda: scheduler.n_busy == 0)
+            assert cache.calls["save"] == n_saved
+        assert Asked(scheduler, [*text, *tokens_of(50, 2)]).done
+    assert cache.calls["save"] == 3
+
+
+def test_a_file_with_little_more_than_memory_has_is_not_restored() -> None:
+    cache, text = FakeCache(), tokens_of(900, 1)
+    with scheduling(cache=cache, cache_min=300, n_parallel=1) as scheduler:
+        assert Asked(scheduler, text).done
+        until(lambda: cache.calls["save"] == 1)
+        assert Asked(scheduler, [*text[:700], *tokens_of(50, 2)]).done.n_cached == 700
+        assert Asked(scheduler, text).done.n_cached == 700
+        assert cache.calls["restore"] == 0
+        assert Asked(scheduler, [*text[:400], *tokens_of(50, 2)]).done.n_cached == 400
+        assert Asked(scheduler, text).done.n_cached == 899
+        assert cache.calls["restore"] == 1
+
+
 def test_a_long_prompt_is_on_disk_in_parts_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that little is lost if the process is killed before its end."""
     monkeypatch.setattr(prefixes, "_READ_MUCH", 512)

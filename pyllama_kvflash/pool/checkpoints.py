@@ -11,6 +11,7 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 
 MOST = 16  # of a sequence
 _EVERY = 4096  # tokens after which one is made wherever a batch ends
+_CUT_EVERY = 4096  # tokens after which a batch is cut for one at the end of a chunk: the rest of it reads all of the text once more
 _NEWEST = 2  # are kept in any case: an agent mostly goes back to one of them
 _SAVED = 4  # most that a snapshot has; one takes some 150 MiB for a 27B model
 
@@ -56,7 +57,7 @@ class Checkpoints:
                 taken.append(pos)
         if options.snapshots and self._sequence.pager:  # a snapshot can be cut at the end of a chunk
             end = (start + n - 1) // options.chunk * options.chunk
-            if end - max(self.at_chunks, default=0) >= _EVERY or not self.at_chunks:  # each cuts a batch
+            if not self.at_chunks or end - self.at_chunks[-1] >= _CUT_EVERY:
                 taken += [end]
         return sorted({pos - start for pos in taken if pos >= max(start, 1)})
 

@@ -65,7 +65,7 @@ class Prefixes:
         """
         common = slot.common(tokens) if reuse else 0
         if common < slot.seq.n_tokens:
-            self.save(slot, lost=True)
+            self.save(slot, stays=common)
         if not reuse:
             self.clear(slot)
             return
@@ -108,19 +108,22 @@ class Prefixes:
         if slot.seq.n_tokens - slot.kept >= max(self._cache_min, _READ_MUCH):
             self.save(slot)
 
-    def save_all(self, slots: Iterable[Slot], *, lost: bool = False) -> None:
+    def save_all(self, slots: Iterable[Slot], *, stays: int | None = None) -> None:
         """Save all idle sequences, as save() does."""
         for slot in slots:
             if slot.job is None:
-                self.save(slot, lost=lost)
+                self.save(slot, stays=stays)
 
-    def save(self, slot: Slot, keep_s: float = 0.0, *, lost: bool = False) -> None:
+    def save(self, slot: Slot, keep_s: float = 0.0, *, stays: int | None = None) -> None:
         """Let the cache write a sequence, if much of it is new, while requests continue. Errors are only logged.
 
-        keep_s: seconds for which the cache must keep it, however little is new; 0: while there is room. lost: it is about to leave memory.
+        keep_s: seconds for which the cache must keep it, however little is new; 0: while there is room. stays: positions that are about
+        to stay in memory; None: all.
         """
-        n, n_new = slot.seq.n_tokens, slot.seq.n_tokens - slot.kept
-        if self._cache is None or (n_new < max(self._cache_min, 0 if lost else n // _NEW) and not keep_s):
+        n = slot.seq.n_tokens
+        n_lost = 0 if stays is None else n - max(slot.kept, stays)
+        much = n - slot.kept >= max(self._cache_min, n // _NEW) or n_lost >= max(self._cache_min, 1)
+        if self._cache is None or not (much or keep_s):
             return
         try:
             future = self._cache.begin(slot.seq, keep_s)

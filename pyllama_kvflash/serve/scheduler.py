@@ -401,7 +401,7 @@ class Scheduler:
         """Free the memory of idle sequences and of running writes. Returns whether there was any."""
         idle = [slot for slot in self._slots if slot.job is None and slot.seq.n_tokens]
         for slot in idle:
-            self._prefixes.save(slot, lost=True)
+            self._prefixes.save(slot, stays=0)
             self._prefixes.clear(slot)
         return self._prefixes.finish() or bool(idle)
 
@@ -415,7 +415,7 @@ class Scheduler:
         for slot in self._slots:
             if slot.serving is not None:
                 self._ended(slot, slot.serving, "interrupted")
-        self._prefixes.save_all(self._slots, lost=True)
+        self._prefixes.save_all(self._slots, stays=0)
         self._prefixes.finish()
         while True:
             self._refuse_all(STOPPING)

@@ -76,7 +76,7 @@ static std::string gpu_error() {
 static void on_abort(const char * message) {
     if (g_guarded > 0) {
         const std::string why = gpu_error();
-        if (why == "out of memory") {
+        if (why == "out of memory" || why == "the resource allocation failed") { // the latter is cuBLAS's
             throw kvf_failure(KVF_E_MEMORY,
                     "the GPU ran out of memory while it computed: leave it more, by a smaller `n_ubatch`, `pool` or "
                     "`n_ctx`, or by `n_gpu_layers`; `kvflash plan` says what fits");
