@@ -152,22 +152,27 @@ def ways_out(model: Named, planned: list[Planned]) -> Iterator[str]:
     helped = [each for each in slow if each.smaller]
     left = [each for each in slow if not each.smaller]
     if helped:
-        ratio = bits(SMALLER) / bits(Q4_0)
+        n_bytes = model.shape.n_bytes * bits(SMALLER) / bits(Q4_0)
         yield (
-            f"**Take a file of fewer bits on {in_words(helped)}.** One in {SMALLER.name} has {ratio * model.shape.n_bytes / 2**30:.1f} GiB,"
-            " and the GPU computes all of its layers."
+            f"**Take a file of fewer bits for {in_words(helped)}.** One in {SMALLER.name} has {n_bytes / 2**30:.1f} GiB, and the GPU"
+            " computes all of its layers."
         )
     if left:
         yield (
-            f"**Nothing worth running fits {in_words(left)}**: the CPU computes some of the layers, in {SMALLER.name}, too."
-            " Take a file of still fewer bits, a smaller model, or one with experts."
+            f"**Nothing worth running fits {in_words(left)}.** The CPU computes some of the layers, which is slow, with a file in"
+            f" {SMALLER.name}, too. Take a file of still fewer bits, a smaller model, or one with experts."
         )
 
 
 def in_words(planned: list[Planned]) -> str:
-    """Return the cards and contexts in words."""
-    names = [f"{each.card} GiB at {each.context // 1024}K" for each in planned]
-    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
+    """Return the cards, and the contexts if not all of a card are meant."""
+    contexts: dict[int, list[str]] = {}
+    for each in planned:
+        contexts.setdefault(each.card, []).append(f"{each.context // 1024}K")
+    return " and ".join(
+        f"{card} GiB" if len(names) == len(CONTEXTS) else f"{card} GiB at {names[0]}"
+        for card, names in contexts.items()
+    )
 
 
 def bits(kind: gguf.GGMLQuantizationType) -> float:

@@ -17,7 +17,7 @@ from support.runs import HOST
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.bench.shapes import SHAPES, write_outline
 from pyllama_kvflash.engine import loading, planning
-from pyllama_kvflash.engine.bits import choices
+from pyllama_kvflash.engine.bits import LEAST, SMALL_BATCH, choices
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.planning import planned
 from pyllama_kvflash.errors import NativeError
@@ -102,17 +102,22 @@ def test_a_card_that_is_pretended_decides(tmp_path: Path) -> None:
     path, options = tmp_path / "8b.gguf", Options(n_ctx=65_536, pool=1024, n_threads=1)
     write_outline(SHAPES["8b"], path)
 
-    def on_gpu(free: int, **more: Any) -> tuple[str, bool | None, Need]:
+    def on_gpu(free: int, **more: Any) -> tuple[str, bool | None, int, Need]:
         with pretending(free, 1 << 20):
             found = planned(path, replace(options, **more))
-        return found.options.coarse, found.options.codes_in_panes, next(need for need in found.needs if need.gpu)
+        need = next(need for need in found.needs if need.gpu)
+        return found.options.coarse, found.options.codes_in_panes, found.options.n_ubatch, need
 
     tried = [(coarse, there) for coarse in FORMS for there in (False, True)]
-    for (coarse, there), fewer in zip(tried, (*tried[1:], ("off", False)), strict=True):
+    for (coarse, there), fewer in zip(tried, (*tried[1:], (FORMS[-1], True)), strict=True):
         *_, need = on_gpu(64 << 30, coarse=coarse, codes_in_panes=there)
         assert need.coarse > 0
         least = need.total - need.program + RESERVE
         assert [on_gpu(least - less)[:2] for less in (0, 1)] == [(coarse, there), fewer]
+    *_, need = on_gpu(64 << 30, coarse=FORMS[-1], codes_in_panes=True, n_ubatch=SMALL_BATCH)
+    least = need.total - need.program + LEAST
+    assert [on_gpu(least - less)[:3] for less in (0, 1)] == [(FORMS[-1], True, SMALL_BATCH), ("off", False, 512)]
+    assert on_gpu(least, coarse=FORMS[-1])[2] == 512, "what is given is kept"
 
 
 @HOST
@@ -181,5 +186,5 @@ def test_inspect_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found["n_pool"] is None, found["coarse_bytes"] == 0) == (pool == "off", found["coarse"] == "off")
         return str(found["coarse"])
 
-    for memory, want in ((RESERVE + (64 << 20), "off"), (4 * RESERVE, "4")):
+    for memory, want in ((LEAST, "off"), (4 * RESERVE, "4")):
         assert coarse(memory, "auto") == coarse(memory, "off") == want

@@ -227,7 +227,8 @@ COMPUTE = options(
                  envvar=env("BATCH"), help="Logical batch size: prompt tokens per decode call, which the pool must"
                  " hold. 0: as many as it can hold, at most 2048."),
     click.option("-ub", "--ubatch-size", "n_ubatch", type=TokenCount(), default=512, show_default=True,
-                 envvar=env("UBATCH"), help="Physical batch size: prompt tokens computed at once."),
+                 envvar=env("UBATCH"), help="Physical batch size: prompt tokens computed at once; 128 where a GPU has no memory for codes else"
+                 " (--kvflash-coarse auto)."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, envvar=env("THREADS"),
                  help="CPU threads.  [default: all cores]"),
     click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=Layers(), default="all",

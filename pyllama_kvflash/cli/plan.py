@@ -16,9 +16,10 @@ from pyllama_kvflash.cli.memory import sum_line
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.engine import expected
+from pyllama_kvflash.engine.bits import SMALL_BATCH
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.engine.need import DRIVER
-from pyllama_kvflash.engine.offers import SMALL_BATCH, Offer, Rank, best, offers, rank, usable
+from pyllama_kvflash.engine.offers import Offer, Rank, best, offers, rank, usable
 from pyllama_kvflash.engine.warned import untrained
 from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.native import Model, devices

@@ -10,6 +10,12 @@ from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import FORMS
 from pyllama_kvflash.policy.sizing import RESERVE
 
+SMALL_BATCH = 128
+"""Tokens of a physical batch where memory is short: it leaves some 230 MiB of a GPU for codes, and prompts are slower."""
+
+LEAST = 256 << 20
+"""Bytes of a GPU that are left where more would leave no room for codes: what kernels take once they run, and a little."""
+
 
 def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[Options, ...]:
     """Return the options with `coarse`, `codes_in_panes` and policy "auto" resolved, in the order in which they are to be tried: the
@@ -63,9 +69,27 @@ def free_bytes() -> dict[str, int]:
     return {device.name: device.free for device in devices()}
 
 
-def fits(needs: Sequence[Need], free: Mapping[str, int]) -> bool:
-    """Return whether each device that has codes holds them beside all else, and leaves the reserve. With others, fewer bits give nothing.
+def fits(needs: Sequence[Need], free: Mapping[str, int], reserve: int = RESERVE) -> bool:
+    """Return whether each device that has codes holds them beside all else, and leaves a reserve. With others, fewer bits give nothing.
 
-    free: before anything was loaded. What the program takes is not in it.
+    free: before anything was loaded. What the program takes is not in it. reserve: bytes, of a GPU.
     """
-    return all(need.total - need.program <= free[need.name] - RESERVE for need in needs if need.coarse)
+    return all(
+        need.total - need.program <= free[need.name] - (reserve if need.gpu else RESERVE)
+        for need in needs
+        if need.coarse
+    )
+
+
+def tries(options: Options, found: Sequence[Options]) -> list[tuple[Options, int]]:
+    """Return choices(options) in the order in which they are to be tried, with the reserve of each for fits(). The last choice is taken where
+    nothing fits.
+
+    Where `coarse` is "auto" and no codes fit a GPU, small batches may leave room for some.
+    """
+    *closer, last = found
+    small = max(SMALL_BATCH, options.n_parallel)  # a token of each sequence fits
+    if options.coarse != "auto" or options.n_ubatch <= small or not any(device.gpu for device in devices()):
+        return [(each, RESERVE) for each in closer]
+    coded = closer if last.coarse == "off" else found
+    return [*((each, RESERVE) for each in coded), *((replace(each, n_ubatch=small), LEAST) for each in coded)]

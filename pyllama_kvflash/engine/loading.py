@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyllama_kvflash.engine.bits import choices, fits, free_bytes, may_lodge
+from pyllama_kvflash.engine.bits import choices, fits, free_bytes, may_lodge, tries
 from pyllama_kvflash.engine.load_plan import LoadPlan, Tap, coded, plan_contexts
 from pyllama_kvflash.engine.memory import check_memory, device_memory
 from pyllama_kvflash.engine.need import Need, needs_of, program_bytes
@@ -188,16 +188,18 @@ def _load(
 ) -> Loaded:
     """Make the contexts, with the closest codes for which there is memory. free: as for bits.fits()."""
     program, seen = program_bytes(model), _probed(model, options)
-    *closer, last = bits_of(options, seen)
-    for tried in closer:
+    choices_ = bits_of(options, seen)
+    for tried, reserve in tries(options, choices_):
         with ExitStack() as its, suppress(NativeError):
             found = _opened(model, seen, tried, placed, open_engine, program, its)
-            if fits(found.memory, free):
+            if fits(found.memory, free, reserve):
                 parts.push(its.pop_all())
                 break
     else:
-        found = _opened(model, seen, last, placed, open_engine, program, parts)
+        found = _opened(model, seen, choices_[-1], placed, open_engine, program, parts)
     other = _other_policy(options, found.options, seen) if found.n_pool is not None else ()
+    if found.options.n_ubatch < options.n_ubatch:
+        other += (f"n_ubatch {found.options.n_ubatch}, not {options.n_ubatch}: more would leave no memory for codes",)
     return replace(found, notes=found.notes + other, parts=parts.pop_all())
 
 

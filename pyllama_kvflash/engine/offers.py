@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pyllama_kvflash.engine import expected
+from pyllama_kvflash.engine.bits import SMALL_BATCH
 from pyllama_kvflash.engine.loading import check_runs
 from pyllama_kvflash.engine.need import Need
 from pyllama_kvflash.engine.placement import has_experts, layer_bytes
@@ -20,8 +21,6 @@ from pyllama_kvflash.policy.sizing import HOST_CAP
 
 POOLS = (16_384, 8192, 4096, 2048, 1024)
 """Pools that are tried, the largest first: a larger pool answers better and decodes more slowly."""
-SMALL_BATCH = 128
-"""Tokens of a physical batch where that of 512 takes memory that is missing: prompts are read more slowly."""
 _AS_GOOD = 1.5  # times the divergence of q8_0, within which seeds differ
 
 

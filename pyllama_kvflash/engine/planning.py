@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pyllama_kvflash.engine.bits import fits, free_bytes
+from pyllama_kvflash.engine.bits import fits, free_bytes, tries
 from pyllama_kvflash.engine.load_plan import Tap, plan_contexts
 from pyllama_kvflash.engine.loading import Probe, bits_of, check_codes, open_context, placement, probe, where
 from pyllama_kvflash.engine.memory import device_memory
@@ -60,12 +60,12 @@ class Look:
         """Return what loading comes to. pool: another one than that of the options. Raises as loading.load()."""
         options = self.options if pool is None else replace(self.options, pool=pool)
         check_codes(self.model, options, self.seen)
-        *closer, last = bits_of(options, self.seen)
-        for tried in closer:
+        choices = bits_of(options, self.seen)
+        for tried, reserve in tries(options, choices):
             found = _planned(self.model, self.seen.geometry, tried, self.program)
-            if fits(found.needs, self.free):
+            if fits(found.needs, self.free, reserve):
                 return found
-        return _planned(self.model, self.seen.geometry, last, self.program)
+        return _planned(self.model, self.seen.geometry, choices[-1], self.program)
 
 
 @contextmanager
