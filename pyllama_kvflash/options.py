@@ -141,9 +141,7 @@ class Options:
 
     # computation
     n_batch: int = 0  # most prompt tokens of a decode call; 0: what the pool allows, up to 2,048
-    n_ubatch: int = (
-        512  # most tokens of one compute graph; 128 where a GPU has no memory for codes else (coarse "auto")
-    )
+    n_ubatch: int = 512  # most tokens of one compute graph
     n_threads: int | None = None  # None: all cores
     type_k: str = "f16"  # cache type of K
     type_v: str = "f16"  # cache type of V

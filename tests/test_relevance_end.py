@@ -178,7 +178,7 @@ def test_partial_state_goes_back(tiny_model: Callable[[str], Model], name: str) 
                 got.append(ctx.logits())
             assert np.array_equal(got, wanted)
         assert ctx.blocks()[1].sum() == 700
-        for bad in (state[:-1], state[:10], bytes(len(state)), state + b"!"):
+        for bad in (state[:-1], state[:10], bytes(len(state)), bytes(state) + b"!"):
             with pytest.raises(
                 (NativeError, RecordError), match=r"the state cannot be restored|this is not a state of"
             ):

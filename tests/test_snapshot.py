@@ -43,7 +43,7 @@ from pyllama_kvflash.native import Context
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import Schedule, State
-from pyllama_kvflash.pool import flights
+from pyllama_kvflash.pool import checkpoints, flights
 
 pytestmark = pytest.mark.native
 
@@ -520,6 +520,13 @@ def test_a_part_is_saved_up_to_a_chunk_s_end(opened: Open, snap: Path) -> None:
     assert close(forced(kv), forced(read(control, 640)))
 
 
+@pytest.fixture
+def cut_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint at the end of a chunk in each prompt, however short."""
+    monkeypatch.setattr(checkpoints, "_CUT_EVERY", 1)
+
+
+@pytest.mark.usefixtures("cut_always")
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_part_is_saved_up_to_a_checkpoint(opened: Open, snap: Path, name: str) -> None:
     kv, control = opened(name, **COVERING), opened(name, **COVERING)
@@ -570,6 +577,7 @@ def test_what_went_on_after_a_restore_can_be_cut_as_well(opened: Open, snap: Pat
     assert kv.n_tokens == n
 
 
+@pytest.mark.usefixtures("cut_always")
 @pytest.mark.parametrize("name", STATEFUL)
 def test_where_a_restored_text_ended_is_no_checkpoint(opened: Open, snap: Path, name: str) -> None:
     """Unless a chunk ended there."""
@@ -580,6 +588,7 @@ def test_where_a_restored_text_ended_is_no_checkpoint(opened: Open, snap: Path, 
     assert kv.checkpoints == [640, 960]
 
 
+@pytest.mark.usefixtures("cut_always")
 def test_rollback_forgets_later_checkpoints(opened: Open) -> None:
     kv = opened("gemma4", **COVERING)
     read(kv, 300)

@@ -199,7 +199,7 @@ def _load(
         found = _opened(model, seen, choices_[-1], placed, open_engine, program, parts)
     other = _other_policy(options, found.options, seen) if found.n_pool is not None else ()
     if found.options.n_ubatch < options.n_ubatch:
-        other += (f"n_ubatch {found.options.n_ubatch}, not {options.n_ubatch}: more would leave no memory for codes",)
+        other += (f"`n_ubatch` {found.options.n_ubatch}, not {options.n_ubatch}: more would leave no memory for codes",)
     return replace(found, notes=found.notes + other, parts=parts.pop_all())
 
 
