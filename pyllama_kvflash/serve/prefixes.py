@@ -85,9 +85,8 @@ class Prefixes:
         """
         if self._cache is None:
             return 0
-        least = common + (
-            self._cache_min if common >= _COMMON else 1
-        )  # for a few tokens more than are in memory, files take too long
+        # a few tokens more than memory has are read sooner than a file
+        least = common + (self._cache_min if common >= _COMMON else 1)
         self._finish([future for text, future in self._writing if n_common(text, tokens) >= least])
         try:
             if self._cache.match(slot.seq, tokens[:-1]) < least:
