@@ -25,6 +25,7 @@ from pyllama_kvflash.native.lib import ffi, lib
 from pyllama_kvflash.native.order import order_of
 from pyllama_kvflash.native.sampler import MAX_BREAKERS, RANGES
 from pyllama_kvflash.needle import BUNDLED_MODEL
+from pyllama_kvflash.policy.lookahead import Length, Lookahead
 
 pytestmark = pytest.mark.native
 
@@ -364,9 +365,14 @@ def test_an_answer_that_does_not_end(kv: KVFlash) -> None:
     ids=str,
 )
 def test_lossless_decoding_with_samplers_that_remember(
-    opened: Open, known: Callable[..., Chosen], wordless: None, given: dict[str, Any]
+    opened: Open,
+    known: Callable[..., Chosen],
+    wordless: None,
+    given: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is drafted asks a copy: token for token, the text is the full cache's."""
+    monkeypatch.setattr(Lookahead, "next", Length(3))  # no clock
     chosen, sampling = known(), Sampling(seed=3, **given)
     kv, full = opened(), opened(**FULL)
     for prompt, how in ((TOKENS[:600], {}), (TOKENS[600:650], {"append": True})):
