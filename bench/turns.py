@@ -14,7 +14,6 @@ import shlex
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +59,6 @@ class Conversation:
         self.tokens += [each["id"] for each in found["completion_probabilities"]]
 
 
-@contextmanager
-def server(model: Path, folder: str, options: list[str]) -> Any:
-    """Yield the address of a server that keeps what it reads in a folder."""
-    with server_process(model, "-np", "1", "--prefix-cache", folder, *options) as process:
-        yield process.url
-
-
 def measure(model: Path, way: str, options: list[str], n: int, n_turn: int) -> None:
     """Take all turns in one way."""
     rng = np.random.default_rng(0)
@@ -75,8 +67,9 @@ def measure(model: Path, way: str, options: list[str], n: int, n_turn: int) -> N
         return [int(i) for i in rng.integers(10, N_WORDS, k)]
 
     with tempfile.TemporaryDirectory() as folder:
-        with server(model, folder, options) as url:
-            talk = Conversation(url, [], way)
+        command = (model, "-np", "1", "--prefix-cache", folder, *options)
+        with server_process(*command) as server:
+            talk = Conversation(server.url, [], way)
             talk.take("first", words(n))
             for _ in range(2):
                 talk.take("turn", words(n_turn))
@@ -86,12 +79,12 @@ def measure(model: Path, way: str, options: list[str], n: int, n_turn: int) -> N
             last, talk.tokens = talk.tokens, kept
             talk.take("branch", words(n_turn))
             talk.take("turn of it", words(n_turn))
-            held = re.findall(r"checkpoint_bytes (\d+)", httpx.get(f"{url}/metrics", timeout=None).text)
+            held = re.findall(r"checkpoint_bytes (\d+)", httpx.get(f"{server.url}/metrics", timeout=None).text)
             print(
                 f"{way}: checkpoints take {int(held[0]) >> 20 if held else '?'} MiB of RAM", file=sys.stderr, flush=True
             )
-        with server(model, folder, options) as url:
-            again = Conversation(url, talk.tokens, way)
+        with server_process(*command) as server:
+            again = Conversation(server.url, talk.tokens, way)
             again.take("restarted", words(n_turn))
             again.tokens = last
             again.take("the other branch", words(n_turn))

@@ -188,15 +188,15 @@ def _load(
 ) -> Loaded:
     """Make the contexts, with the closest codes for which there is memory. free: as for bits.fits()."""
     program, seen = program_bytes(model), _probed(model, options)
-    choices_ = bits_of(options, seen)
-    for tried, reserve in tries(options, choices_):
+    wanted = bits_of(options, seen)
+    for tried, reserve in tries(options, wanted):
         with ExitStack() as its, suppress(NativeError):
             found = _opened(model, seen, tried, placed, open_engine, program, its)
             if fits(found.memory, free, reserve):
                 parts.push(its.pop_all())
                 break
     else:
-        found = _opened(model, seen, choices_[-1], placed, open_engine, program, parts)
+        found = _opened(model, seen, wanted[-1], placed, open_engine, program, parts)
     other = _other_policy(options, found.options, seen) if found.n_pool is not None else ()
     if found.options.n_ubatch < options.n_ubatch:
         other += (f"`n_ubatch` {found.options.n_ubatch}, not {options.n_ubatch}: more would leave no memory for codes",)
