@@ -80,7 +80,9 @@ static __device__ void put_values(const kvf_gpu_attend & a, const attend_places 
     }
 }
 
-// tokens: of the batch, from the first one on, n of them
+// grid: passes; heads of keys; parts. Blocks of all passes come to the same codes together: the cache of the device has them
+// then. And a multiprocessor has parts far from each other: it attends to codes and to the pool. tokens: of the batch, from
+// the first one on, n of them
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __global__ void __launch_bounds__(AT, 4) kvf_attend(
         const __grid_constant__ kvf_gpu_attend a, const int32_t * words, uint32_t tokens, uint32_t n) {
@@ -88,28 +90,25 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(
 
     const asked         ask    = {a.p, nullptr, words};
     const int32_t *     of_row = words + a.p.ask.size();
-    const attend_pass   pass(a, tokens, n);
+    const attend_pass   pass(a, blockIdx.y, blockIdx.x, tokens, n);
     const prepared_pass prepared(a, pass, tokens);
-    // a multiprocessor has the same blocks of several heads: their parts are shifted, so that it attends to codes and to the
-    // pool
-    const uint32_t      part = (blockIdx.x + blockIdx.y * (gridDim.x * 5 / 8)) % gridDim.x;
     const attend_places at(a, blockDim.x / 32);
     auto &              m = shared<attend_memory>();
 #pragma unroll 1
     for (uint32_t i = 0; i < pass.n_row;) { // rows of one sequence at a time
         const int32_t seq = pass.seq_of(of_row, i);
         attend_task   task(pass);
-        task.from = i * pass.share;
+        task.from = pass.column_of(i);
         for (++i; i < pass.n_row && pass.seq_of(of_row, i) == seq;) {
             ++i;
         }
         if (seq < 0) { continue; }
         const int32_t * its = ask.blocks(seq) - A::LEN_SEQ;
-        task.end            = i * pass.share;
+        task.end            = pass.column_of(i);
         task.seq            = seq;
-        task.part           = part;
-        task.n_part         = gridDim.x;
-        task.n_far          = a.n_far(its, gridDim.x);
+        task.part           = blockIdx.z;
+        task.n_part         = gridDim.z;
+        task.n_far          = a.n_far(its, gridDim.z);
         task.n_unit         = its[A::N_UNIT];
         task.n_fill         = its[A::N_FILL];
         task.n_common       = its[A::N_COMMON];
@@ -358,15 +357,15 @@ static cudaStream_t forked(ggml_backend_cuda_context & ctx, const kvf_events & i
 
 static void attend(const kvf_gpu_attend & a, const ggml_tensor * q, const ggml_tensor * words, uint32_t first,
         uint32_t n_token, cudaStream_t stream) {
-    dim3         grid((a.n_segment() + SEGMENTS - 1) / SEGMENTS + 1, a.p.n_head_kv * a.n_tile, (n_token + a.n_row - 1) / a.n_row);
-    const auto * its    = (const int32_t *) words->data;
-    const size_t memory = std::max(2 * COLS * a.coding[0].width * sizeof(float), a.n_word() * sizeof(uint32_t));
-    launch(a.coding[0].n_bit == 4 ? kvf_prepare<4> : kvf_prepare<2>, grid, dim3(PREPARE), memory, stream, false, a, queries(q),
+    const uint32_t n_pass = a.n_pass(n_token), n_head = a.p.n_head_kv;
+    const auto *   its    = (const int32_t *) words->data;
+    const size_t   memory = std::max(2 * COLS * a.coding[0].width * sizeof(float), a.n_word() * sizeof(uint32_t));
+    launch(a.coding[0].n_bit == 4 ? kvf_prepare<4> : kvf_prepare<2>,
+            dim3((a.n_segment() + SEGMENTS - 1) / SEGMENTS + 1, n_head, n_pass), dim3(PREPARE), memory, stream, false, a, queries(q),
             its, first, n_token);
-
-    grid.x            = a.n_part(q->ne[2]);
     const auto kernel = a.coding[0].n_bit == 4 ? attend_of<4>(a.coding[1].n_bit) : attend_of<2>(a.coding[1].n_bit);
-    launch_early(kernel, grid, dim3(32 * a.n_warp), attend_places(a, a.n_warp).end, stream, a, its, first, n_token);
+    launch_early(kernel, dim3(n_pass, n_head, a.n_part(q->ne[2])), dim3(32 * a.n_warp), attend_places(a, a.n_warp).end, stream, a,
+            its, first, n_token);
 }
 
 // before what a layer does on the backend's stream: both have the same scratch

@@ -154,27 +154,29 @@ static __device__ uint32_t halves(float a, float b) {
 
 // the queries of a pass, and the tokens that they belong to
 struct attend_pass {
-    uint32_t head, first, share; // of its queries' heads, the first one; how many are of a token
-    uint32_t row, n_row;         // tokens, of which the first one has column 0
+    uint32_t head, share; // of keys; its queries of a token
+    uint32_t row, n_row;  // tokens
+    uint32_t skip, n;     // queries of the first token that are another pass's; its own
     uint32_t index;
 
-    // of a block. grid: parts; passes of a token; tokens
-    __device__ attend_pass(const kvf_gpu_attend & a, uint32_t tokens, uint32_t n) {
-        head                = blockIdx.y / a.n_tile;
-        const uint32_t tile = (blockIdx.y - head * a.n_tile) * COLS;
-        first               = head * a.share + tile;
-        share               = min(COLS, a.share - tile);
-        row                 = tokens + blockIdx.z * a.n_row;
-        n_row               = min(a.n_row, tokens + n - row);
-        index               = blockIdx.z * gridDim.y + blockIdx.y;
+    // the i-th of a head. tokens: of the batch, from the first one on, n_token of them
+    __device__ attend_pass(const kvf_gpu_attend & a, uint32_t head, uint32_t i, uint32_t tokens, uint32_t n_token) :
+        head(head), share(a.share), index(i * a.p.n_head_kv + head) {
+        const uint32_t first = i * COLS;
+        row                  = tokens + first / share;
+        skip                 = first % share;
+        n                    = min(COLS, n_token * share - first);
+        n_row                = (skip + n + share - 1) / share;
     }
 
-    __device__ uint32_t row_of(uint32_t column) const { return row + column / share; }
-    __device__ uint32_t head_of(uint32_t column) const { return first + column % share; }
+    __device__ uint32_t row_of(uint32_t column) const { return row + (skip + column) / share; }
+    __device__ uint32_t head_of(uint32_t column) const { return head * share + (skip + column) % share; }
+    // the first one of the i-th token, or the end
+    __device__ uint32_t column_of(uint32_t i) const { return i == 0 ? 0 : min(n, i * share - skip); }
 
-    // -1: nothing is outside the pool, or there is no such token. words: of tokens
+    // -1: nothing is outside the pool. words: of tokens
     __device__ int32_t seq_of(const int32_t * words, uint32_t i) const {
-        return i < n_row ? words[(row + i) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ] : -1;
+        return words[(row + i) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ];
     }
 };
 

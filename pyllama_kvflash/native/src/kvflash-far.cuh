@@ -360,7 +360,7 @@ template <uint32_t BITS_K, uint32_t BITS_V>
 static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
         const int32_t * tokens, const far_range & range, const prepared_pass & pass, attend_memory & m, far_sums & its) {
     const uint32_t   lane  = threadIdx.x % 32;
-    const uint32_t * taken = pass.taken + (task.from / task.share) * a.n_word();
+    const uint32_t * taken = pass.taken + (task.row_of(task.from) - task.row) * a.n_word();
 
     float * shares[2] = {};
 #pragma unroll

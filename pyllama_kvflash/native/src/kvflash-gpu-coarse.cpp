@@ -105,10 +105,8 @@ void gpu_coarse::lay_out_passes() {
         auto &        a = attends.emplace_back();
         const int32_t i = fresh.layer_read_by(il);
         if (i < 0 || !mine(i)) { continue; }
-        a.p      = layers[i];
-        a.share  = a.p.n_head / a.p.n_head_kv;
-        a.n_tile = (a.share + kvf_gpu_attend::COLUMNS - 1) / kvf_gpu_attend::COLUMNS;
-        a.n_row  = std::max(1u, kvf_gpu_attend::COLUMNS / a.share);
+        a.p     = layers[i];
+        a.share = a.p.n_head / a.p.n_head_kv;
         for (uint32_t kind = 0; kind < 2; ++kind) {
             a.coding[kind] = coding_of(kind ? codes[0][i].values() : codes[0][i].keys());
         }
@@ -158,7 +156,7 @@ void gpu_coarse::lay_out_codes() {
 
     for (const auto & a : attends) {
         if (a.share == 0) { continue; }
-        passes = std::max(passes, (size_t) a.n_pass(kvf_gpu_attend::MOST_TOKEN) * a.pass_size());
+        passes = std::max(passes, (size_t) a.p.n_head_kv * a.n_pass(kvf_gpu_attend::MOST_TOKEN) * a.pass_size());
         taken  = kvf_gpu_attend::MOST_TOKEN * a.n_word() * sizeof(uint32_t); // alike in all layers
     }
 

@@ -152,7 +152,7 @@ struct kvf_gpu_attend {
     static constexpr uint32_t AT_ONCE    = 64; // values of a head that are summed at once
 
     kvf_gpu_layer         p;                    // the pool, and how the layer chooses
-    uint32_t              share, n_tile, n_row; // queries of a head of keys; passes that these take; tokens in a pass
+    uint32_t              share;                // queries of a head of keys
     kvf_gpu_coding        coding[2];
     const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
     // scratch: [token][n_head][n_part][part_size()], MOST_ROW_PART in all; [pass][pass_size()]; [token][n_word()]: units
@@ -179,11 +179,11 @@ struct kvf_gpu_attend {
     }
     KVF_BOTH uint32_t part_size() const { return 2 + n_value(); }
 
-    // A pass is of COLUMNS queries, or fewer, that share a head of keys: those of n_row tokens. bytes of what its blocks
-    // need of them, prepared: words of products of n_step() times 32 values of a key; halves for products with the pool's;
+    // A pass is of COLUMNS queries, or fewer, that share a head of keys: those of a token, then those of the next one. bytes
+    // of what its blocks need of them, prepared: words of products of n_step() times 32 values of a key; halves for products with the pool's;
     // [COLUMNS]: by what products are multiplied, and what is taken off them before; [segment][COLUMNS]: products with the
     // means of segments
-    KVF_BOTH uint32_t n_pass(uint32_t n_token) const { return (n_token + n_row - 1) / n_row * p.n_head_kv * n_tile; }
+    KVF_BOTH uint32_t n_pass(uint32_t n_token) const { return (n_token * share + COLUMNS - 1) / COLUMNS; } // of a head
     KVF_BOTH uint32_t n_step() const { return (coding[0].width + 127) / 128 * 4; }
     KVF_BOTH uint32_t n_segment() const { return (p.ask.n_unit + 255) / 256; }
     KVF_BOTH uint32_t n_plain() const { return (coding[0].d + 15) / 16 * 32; } // times four halves
@@ -192,7 +192,7 @@ struct kvf_gpu_attend {
 
     // of a batch of so many
     KVF_BOTH uint32_t n_part(uint32_t n_token) const {
-        const uint32_t n_block = MOST_BLOCK / (p.n_head_kv * n_tile);
+        const uint32_t n_block = MOST_BLOCK / (p.n_head_kv * n_pass(1));
         const uint32_t room    = MOST_ROW_PART / (n_token < MOST_TOKEN ? n_token : MOST_TOKEN);
         const uint32_t n       = n_block < room ? n_block : room;
         return n < 2 ? 2 : n > MOST_PART ? MOST_PART : n;

@@ -111,15 +111,15 @@ static __device__ void segment_products(const kvf_gpu_attend & a, const kvf_gpu_
     }
 }
 
-// grid: blocks for SEGMENTS segments each, the first of which writes the queries, too, and one for units; passes of a token;
-// tokens
+// grid: blocks for SEGMENTS segments each, the first of which writes the queries, too, and one for units; heads of keys;
+// passes
 template <uint32_t N_BIT>
 static __global__ void __launch_bounds__(PREPARE) kvf_prepare(const __grid_constant__ kvf_gpu_attend a,
         const kvf_gpu_queries q, const int32_t * words, uint32_t tokens, uint32_t n) {
     ggml_cuda_pdl_lc(); // blocks of kvf_attend begin
     const asked         ask    = {a.p, nullptr, words};
     const int32_t *     of_row = words + a.p.ask.size();
-    const attend_pass   pass(a, tokens, n);
+    const attend_pass   pass(a, blockIdx.y, blockIdx.z, tokens, n);
     const prepared_pass to(a, pass, tokens);
     if (blockIdx.x + 1 == gridDim.x) {
         for (uint32_t i = 0; i < pass.n_row && blockIdx.y == 0; ++i) {
@@ -129,7 +129,8 @@ static __global__ void __launch_bounds__(PREPARE) kvf_prepare(const __grid_const
         return;
     }
     const uint32_t column = threadIdx.x / 32, first = blockIdx.x * SEGMENTS;
-    const int32_t  seq = pass.seq_of(of_row, column / pass.share); // of columns past the last token, too, none
+    if (column >= pass.n) { return; }
+    const int32_t seq = pass.seq_of(of_row, pass.row_of(column) - pass.row);
     if (seq < 0) { return; }
     const uint32_t n_unit    = (ask.blocks(seq) - kvf_gpu_ask::LEN_SEQ)[kvf_gpu_ask::N_UNIT];
     const uint32_t n_segment = (n_unit + SEGMENT / UNIT - 1) / (SEGMENT / UNIT);
