@@ -153,8 +153,31 @@ def test_there_are_few_and_they_are_counted(opened: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "want"),
-    [([5], 5), ([5, 9], 5), ([10, 20, 30, 40], 10), ([10, 20, 22, 40, 60], 20), ([10, 50, 60, 70, 80, 90], 60), ([100, 200, 201], 100)],
-)  # fmt: skip
-def test_which_is_missed_least(given: list[int], want: int) -> None:
-    assert least(given) == want
+    ("given", "spared", "want"),
+    [
+        ([5], (), 5),
+        ([5, 9], (), 5),
+        ([10, 20, 30, 40], (), 10),
+        ([10, 50, 60, 70, 80, 90], (), 60),
+        ([100, 200, 201], (), 100),
+        ([32768, 65536, 66051, 66583, 67072, 67099, 67615], (), 67072),
+        ([32768, 65536, 66051, 66583, 67072, 67099, 67615], (67072,), 66051),
+        ([64, 65, 66], (64,), 64),
+    ],
+)
+def test_which_is_missed_least(given: list[int], spared: tuple[int, ...], want: int) -> None:
+    assert least(given, spared) == want
+
+
+@pytest.mark.parametrize("n", [16, 65, 100, 128])
+def test_those_that_stay_are_denser_near_the_end(n: int) -> None:
+    """Of a conversation, each distance back is as likely as its double."""
+    kept: list[int] = []
+    for turn in range(1, n + 1):
+        kept.append(1000 * turn)
+        while len(kept) > 6:
+            kept.remove(least(kept))
+    back = [n - pos / 1000 for pos in kept]
+    assert back[-2:] == [1, 0]
+    assert back[0] > n / 2
+    assert sum(each < n / 3 for each in back) >= 4

@@ -1,16 +1,19 @@
 """Guests: blocks of a pool in which each layer holds units of 16 positions, chosen in the graph; and codes of all positions."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.native.context import Context, Record
-from pyllama_kvflash.native.lib import check, compute, ffi, lib
+from pyllama_kvflash.native.lib import check, compute, ffi, lib, mapped
 
 UNIT = int(lib.KVF_UNIT)
 """Positions of a guest."""
+
+_COPIERS = 4  # threads: a layer of 64K tokens has some 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,14 @@ class Guests:
 
     def saved_codes(self, n: int) -> list[Record]:
         """Return a copy of the codes of the first n positions: the bytes of each layer, (n_bytes,) uint8."""
-        res = []
-        for layer, size in enumerate(self.code_sizes(n)):
-            part = np.empty(size, np.uint8)
-            check(lib.kvf_codes_get(self._ctx.handle, self._ctx.seq, layer, n, ffi.from_buffer(part), size))
-            res.append(part)
-        return res
+
+        def saved(layer: int) -> Record:
+            res = np.empty(self._code_size(layer, n), np.uint8)
+            check(lib.kvf_codes_get(self._ctx.handle, self._ctx.seq, layer, n, ffi.from_buffer(res), len(res)))
+            return res
+
+        with ThreadPoolExecutor(_COPIERS, "kvflash-codes") as threads:
+            return list(mapped(threads, saved, range(len(self.layers))))
 
     def restore_codes(self, layer: int, n: int, saved: Record) -> None:
         """Put back the first n positions of what saved_codes() gave of a layer; cover() then lets the chunks be guests.

@@ -9,14 +9,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 from pyllama_kvflash import errors
 from pyllama_kvflash.native.stacks import anywhere
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 # two were measured; with many, a thread that waits in the kernel may be late (docs/results/cpu.md)
 _FEW_CORES = 8
@@ -93,6 +97,14 @@ def compute(function: Callable[..., int], *args: Any) -> None:
         msg = "interrupted: Python is about to end"
         raise errors.Interrupted(msg)
     check(function(*args))
+
+
+def mapped(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+    """Call a function with each item, in threads, or in this one if Python starts no more of them, as when it is about to end."""
+    try:
+        return workers.map(f, items)
+    except RuntimeError:
+        return map(f, items)
 
 
 @atexit.register

@@ -4,6 +4,7 @@ A plain cache goes back to any position. A recurrent state goes back to none, an
 not overwritten, so copies are kept in host memory where the next prompt is likely to leave this one.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from pyllama_kvflash.native import StateBytes
@@ -13,6 +14,7 @@ MOST = 16  # of a sequence
 _EVERY = 4096  # tokens after which one is made wherever a batch ends
 _CUT_EVERY = 4096  # tokens after which a batch is cut for one at the end of a chunk: the rest of it reads all of the text once more
 _NEWEST = 2  # are kept in any case: an agent mostly goes back to one of them
+_NEAREST = 64  # tokens before the end, nearer than which it is all the same
 _SAVED = 4  # most that a snapshot has; one takes some 150 MiB for a 27B model
 
 
@@ -81,7 +83,7 @@ class Checkpoints:
 
     def _evict(self) -> None:
         while len(self._states) > MOST or self.n_bytes > self._limit:
-            del self._states[least(list(self._states))]
+            del self._states[least(list(self._states), self.at_chunks[-1:])]
 
     #
     # go back
@@ -124,8 +126,20 @@ class Checkpoints:
         self._evict()
 
 
-def least(positions: Sequence[int]) -> int:
-    """Return which of the positions, in ascending order, is missed least: where they are densest, the oldest first."""
-    gaps = [after - before for before, after in zip([0, *positions], positions[1:], strict=False)]
-    old = range(max(1, len(positions) - _NEWEST)) if len(positions) > 1 else range(1)
-    return positions[min(old, key=lambda i: gaps[i] if i < len(gaps) else 0)]
+def least(positions: Sequence[int], spared: Sequence[int] = ()) -> int:
+    """Return which of the positions, in ascending order, is missed least, the oldest of those that are missed alike.
+
+    spared: goes only where no other one is old. A snapshot can be cut there, and without it the next batch would be.
+
+    A text mostly leaves another one near its end: how far back is taken as log-uniform. The next prompt leaves between this
+    position and the one after it with a probability of log(distance of this from the end/distance of that), and reads from the
+    one before on.
+    """
+    end = positions[-1] + _NEAREST
+    old = range(max(1, len(positions) - _NEWEST))
+
+    def missed(i: int) -> float:
+        before, pos, after = (*([0] if i == 0 else []), *positions[max(i - 1, 0) : i + 2], end)[:3]
+        return (pos - before) * math.log((end - pos) / max(end - after, _NEAREST))
+
+    return positions[min(old, key=lambda i: (positions[i] in spared, missed(i)))]

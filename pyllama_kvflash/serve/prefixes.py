@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 from pyllama_kvflash.errors import KVFlashError
@@ -23,6 +24,20 @@ _READ_MUCH = 16384  # new tokens of a long prompt after which it is saved while 
 log = logging.getLogger("kvflash.serve")
 
 
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A file that is being written. stops: positions, in ascending order, from which it can be continued."""
+
+    tokens: Tokens
+    stops: Sequence[int]
+    future: Future[Any]
+
+    def reach(self, tokens: Tokens) -> int:
+        """Return how many tokens of a text it will have."""
+        common = n_common(self.tokens, tokens)
+        return max((n for n in self.stops if n <= common), default=0)
+
+
 class Prefixes:
     """Chooses sequences for prompts, and prepares them with the cached beginning. For the scheduler's thread only."""
 
@@ -31,7 +46,7 @@ class Prefixes:
         self._metrics = metrics
         self._cache = cache
         self._cache_min = cache_min
-        self._writing: list[tuple[Tokens, Future[Any]]] = []
+        self._writing: list[Write] = []
 
     def check(self, pooled: bool) -> None:  # noqa: FBT001 (a fact)
         """Before the first request, do without a cache on disk that cannot keep what the model has. pooled: whether that is a pool."""
@@ -87,7 +102,7 @@ class Prefixes:
             return 0
         # a few tokens more than memory has are read sooner than a file
         least = common + (self._cache_min if common >= _COMMON else 1)
-        self._finish([future for text, future in self._writing if n_common(text, tokens) >= least])
+        self._finish([write.future for write in self._writing if write.reach(tokens) >= least])
         try:
             if self._cache.match(slot.seq, tokens[:-1]) < least:
                 return 0
@@ -130,7 +145,7 @@ class Prefixes:
             log.warning("the prefix cache could not be written: %s", err)
         else:
             if future is not None:
-                self._writing.append((slot.seq.tokens, future))
+                self._writing.append(Write(slot.seq.tokens, (*slot.seq.checkpoints, n), future))
                 future.add_done_callback(self._written)
         slot.kept = slot.seq.n_tokens  # even after an error: another try would fail, too
 
@@ -143,13 +158,13 @@ class Prefixes:
 
     def finish(self) -> bool:
         """Wait for all running writes, since their captures hold memory. Returns whether there were any."""
-        futures = [future for _, future in self._writing if not future.done()]
+        futures = [write.future for write in self._writing if not write.future.done()]
         self._finish(futures)
         return bool(futures)
 
     def _finish(self, futures: list[Future[Any]]) -> None:
         wait(futures)
-        self._writing = [(text, future) for text, future in self._writing if not future.done()]
+        self._writing = [write for write in self._writing if not write.future.done()]
 
     def clear(self, slot: Slot) -> None:
         """Clear a sequence."""

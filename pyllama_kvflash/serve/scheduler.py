@@ -377,12 +377,12 @@ class Scheduler:
             found = meter.stats
             self.metrics.add(checked_tokens=found.checked, agreed_tokens=found.agreed, check_seconds=found.check_s)
         done = slot.finish(serving, reason)
-        self._prefixes.save(slot)
         if serving.job.then is not None and reason != "interrupted":
             self._serve_next(serving.job.then)
         else:
             self._left("ok")  # first, because the client may send the next request at once
         serving.job.notify(done)
+        self._prefixes.save(slot)  # it takes a second at 128K, for which this client does not wait
 
     def _serve_next(self, job: Job) -> None:
         """Serve the next answer to a prompt before other requests: its text is still in the sequence."""

@@ -1,6 +1,6 @@
 """Captures of a sequence for a snapshot: taken while it continues, put back where it was or elsewhere."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.files import check_outputs
 from pyllama_kvflash.native import Context, Record, StateBytes, Tokens
 from pyllama_kvflash.native.checksum import checksum
+from pyllama_kvflash.native.lib import mapped
 from pyllama_kvflash.policy import Scoring
 from pyllama_kvflash.pool.host_store import HostStore, Stored
 from pyllama_kvflash.pool.pager import Pager
@@ -26,7 +27,6 @@ from pyllama_kvflash.text import n_common
 States = Sequence[tuple[int, StateBytes]]
 """State that no chunk holds (recurrent, sliding window): (position, bytes), in ascending order."""
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 _HASHERS = 8  # threads
@@ -87,15 +87,15 @@ class Capture:
         try:
             check_outputs([("the snapshot", path)], self.inputs)
             with ThreadPoolExecutor(_HASHERS, "kvflash-hash") as workers:
-                found = _each(workers, lambda stored: stored.summed(checksum), self.full)
+                found = mapped(workers, lambda stored: stored.summed(checksum), self.full)
                 chunks["checksum"][: len(self.full)] = [np.void(each) for each in found]
                 if self.last is not None:
                     chunks["checksum"][-1] = np.void(checksum(self.last))
                 guests = self.contents.guests
                 if guests is not None:
-                    guests = replace(guests, checksums=tuple(_each(workers, checksum, self.codes)))
+                    guests = replace(guests, checksums=tuple(mapped(workers, checksum, self.codes)))
                 contents = replace(self.contents, sources=tuple(choose(chunks) if choose else ()), guests=guests)
-                for _ in _each(workers, Stored.see, self.full[contents.n_lent :]):
+                for _ in mapped(workers, Stored.see, self.full[contents.n_lent :]):
                     pass
             own = self.records[contents.n_lent :]
             report = (lambda i: on_record(i, len(own))) if on_record else None
@@ -124,14 +124,6 @@ class Capture:
             self.release()
             msg = f"{path} cannot be written: {err}"
             raise SnapshotError(msg) from None
-
-
-def _each(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
-    """Call a function with each item, in threads, or in this one if Python starts no more of them, as when it is about to end."""
-    try:
-        return workers.map(f, items)
-    except RuntimeError:
-        return map(f, items)
 
 
 def capture(

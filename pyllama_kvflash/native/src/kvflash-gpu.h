@@ -151,8 +151,8 @@ struct kvf_gpu_attend {
     static constexpr uint32_t MOST_WHOLE = 16; // tokens of a batch, for which the pool is attended to here
     static constexpr uint32_t AT_ONCE    = 64; // values of a head that are summed at once
 
-    kvf_gpu_layer         p;                    // the pool, and how the layer chooses
-    uint32_t              share;                // queries of a head of keys
+    kvf_gpu_layer         p;     // the pool, and how the layer chooses
+    uint32_t              share; // queries of a head of keys
     kvf_gpu_coding        coding[2];
     const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
     // scratch: [token][n_head][n_part][part_size()], MOST_ROW_PART in all; [pass][pass_size()]; [token][n_word()]: units
@@ -180,9 +180,9 @@ struct kvf_gpu_attend {
     KVF_BOTH uint32_t part_size() const { return 2 + n_value(); }
 
     // A pass is of COLUMNS queries, or fewer, that share a head of keys: those of a token, then those of the next one. bytes
-    // of what its blocks need of them, prepared: words of products of n_step() times 32 values of a key; halves for products with the pool's;
-    // [COLUMNS]: by what products are multiplied, and what is taken off them before; [segment][COLUMNS]: products with the
-    // means of segments
+    // of what its blocks need of them, prepared: words of products of n_step() times 32 values of a key; halves for products
+    // with the pool's; [COLUMNS]: by what products are multiplied, and what is taken off them before; [segment][COLUMNS]:
+    // products with the means of segments
     KVF_BOTH uint32_t n_pass(uint32_t n_token) const { return (n_token * share + COLUMNS - 1) / COLUMNS; } // of a head
     KVF_BOTH uint32_t n_step() const { return (coding[0].width + 127) / 128 * 4; }
     KVF_BOTH uint32_t n_segment() const { return (p.ask.n_unit + 255) / 256; }
