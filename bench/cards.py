@@ -103,7 +103,7 @@ def plans(model: Named, folder: Path) -> Iterator[Planned]:
 
 
 def on_cpu(offer: Offer | None) -> bool:
-    """Return whether nothing fits, or the CPU computes layers of a model."""
+    """Return whether nothing fits, or the CPU computes with weights of a model."""
     return offer is None or offer.n_on_cpu > 0
 
 
@@ -234,7 +234,7 @@ def taken(offer: Offer | None) -> list[str]:
         return ["-", "-"]
     pool = "full" if offer.n_pool is None else f"pool {offer.n_pool // 1024}K"
     bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
-    layers = f", -ngl {offer.options['n_gpu_layers']}" if offer.n_on_cpu else ""
+    layers = f", -ncmoe {offer.n_on_cpu}" if offer.n_on_cpu else ""
     more = (", lossless" if offer.lossless else "") + (
         f", -ub {offer.options['n_ubatch']}" if "n_ubatch" in offer.options and not layers else ""
     )

@@ -152,7 +152,9 @@ class Options:
     tensor_split: tuple[float, ...] = ()  # each GPU's share of the layers; (): by free memory
     split_mode: str = "layer"  # "layer": each GPU has some layers; "none": one GPU has all
     main_gpu: int = 0  # with split_mode "none": which one, from 0; -1: the CPU
-    n_cpu_moe: int | str = 0  # layers, from the first, whose experts stay on the host; "auto": as few as possible
+    n_cpu_moe: int | str = (
+        0  # layers, from the first, whose experts, or else feed-forward weights, stay on the host; "auto": as few as possible
+    )
     kv_offload: bool = True  # False: the full cache is in RAM, and the CPU computes attention (llama.cpp's --no-kv-offload); needs pool "off"
     rpc: tuple[str, ...] = ()  # RPC servers (host:port) whose devices are used, too
 

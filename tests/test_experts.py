@@ -257,13 +257,24 @@ def test_without_a_gpu_there_is_nothing_to_save() -> None:
     assert place(dense, host).notes == (note,), "a GPU that has none of them"
 
 
+def test_feed_forward_weights_are_called_that() -> None:
+    """Less stays free than beside experts: all of a layer is read for each token."""
+    gpu = replace(GPU, what="feed-forward weights", reserve=RESERVE // 2, free=NEED[2] - RESERVE // 2)
+    assert place(gpu, HOST).n_cpu_moe == 2
+    (note,) = place(gpu, HOST, request=1).notes
+    assert note == "feed-forward weights: those of the first of 4 layers stay on the host (300 MiB)"
+    for pool, free in (("auto", 1 << 40), ("auto", gpu.free), (CAP, 1)):
+        found = place(replace(gpu, free=free), HOST, pool=pool)
+        assert not any("experts" in text for text in (*found.notes, *found.warnings))
+
+
 @pytest.mark.parametrize("request_", ["auto", 1, 4, 99])
-def test_a_model_without_experts(request_: int | str) -> None:
+def test_a_model_with_nothing_to_move(request_: int | str) -> None:
     dense = Holding("CUDA0", 1 << 40, 100 * MIB, KIB, (0,) * 4)
     found = place(dense, HOST, request=request_)
     assert (found.n_cpu_moe, found.pool, found.redundant, found.notes) == (0, "auto", False, ())
     assert found.warnings == (
-        f"`n_cpu_moe` is {request_}, but the model has no experts: there is nothing to keep on the host",
+        f"`n_cpu_moe` is {request_}, but the model has neither experts nor feed-forward weights to keep on the host",
     )
     assert place(replace(dense, experts=()), request=request_).warnings == found.warnings, "nor layers"
 

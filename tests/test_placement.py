@@ -29,6 +29,7 @@ from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError
 from pyllama_kvflash.native import Context, Device, Model, PoolParams, devices
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options, Spec
+from pyllama_kvflash.policy.experts import Placement
 from pyllama_kvflash.policy.sizing import RESERVE
 
 pytestmark = pytest.mark.native
@@ -144,8 +145,8 @@ def test_one_device_has_all_layers(tiny_path: Callable[[str], Path]) -> None:
 def test_the_patterns_are_llama_cpps() -> None:
     regex = re.search(r'LLM_FFN_EXPS_REGEX = "(.*)";', COMMON_H.read_text("utf-8"))
     assert regex
-    assert on_host(2) == [rf"blk\.{i}" + regex[1].replace("\\\\", "\\") for i in (0, 1)]
-    assert on_host(0) == []
+    assert on_host(Placement(2, "off")) == [rf"blk\.{i}" + regex[1].replace("\\\\", "\\") for i in (0, 1)]
+    assert on_host(Placement(0, "off")) == []
 
 
 @HOST
@@ -178,12 +179,14 @@ def test_a_number_does_not_look_at_memory(opened: Open, gpu: Callable[..., None]
     assert kv.warnings == ()
 
 
-@pytest.mark.parametrize("n", [1, "auto"])
-def test_a_model_without_experts_says_so(opened: Open, loads: list[dict[str, Any]], n: int | str) -> None:
-    kv = opened("qwen3", n_cpu_moe=n)
-    assert kv.warnings == (f"`n_cpu_moe` is {n}, but the model has no experts: there is nothing to keep on the host",)
-    assert loads[-1]["on_host"] == []
-    assert (kv.n_pool, kv.options.n_cpu_moe) == (768, 0)
+@HOST
+@pytest.mark.parametrize(("asked", "n"), [(1, 1), ("auto", 0)])
+def test_a_model_without_experts(opened: Open, loads: list[dict[str, Any]], asked: int | str, n: int) -> None:
+    """Its feed-forward weights stay."""
+    kv = opened("qwen3", n_cpu_moe=asked)
+    assert kv.notes[0].startswith("feed-forward weights: all are in host memory as it is")
+    assert [re.sub(pattern, "", f"blk.{i}.ffn_up.weight") for i, pattern in enumerate(loads[-1]["on_host"])] == [""] * n
+    assert (kv.n_pool, kv.options.n_cpu_moe, kv.warnings) == (768, n, ())
 
 
 #

@@ -168,7 +168,7 @@ COMMON = params.options(
     click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=kinds.Layers(), default="all",
                  show_default=True, help="Layers to offload to the GPU."),
     click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=kinds.HostLayers(), default=0,
-                 show_default=True, help="Keep the experts (MoE) of the first N layers in host memory; auto: of as few"
+                 show_default=True, help="Keep the experts, or feed-forward weights, of the first N layers in host memory; auto: of as few"
                  " layers as leave room for the pool."),
 )  # fmt: skip
 

@@ -240,8 +240,8 @@ COMPUTE = options(
                  " Devices of --rpc come first.  [default: by their free memory]"),
     click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=HostLayers(), default=0,
                  show_default=True, envvar=env("N_CPU_MOE"),
-                 help="Keep the experts (MoE) of the first N layers in host memory. auto: as few layers as leave room for the pool;"
-                 " if all experts and the full cache fit, no pool is used, unless --kvflash is a number."),
+                 help="Keep the experts of the first N layers in host memory, or the feed-forward weights if the model has none. auto: as few"
+                 " layers as leave room for the pool; if all of them and the full cache fit, no pool is used, unless --kvflash is a number."),
     click.option("--rpc", metavar="HOST:PORT,...", type=Servers(), default="", envvar=env("RPC"),
                  help="RPC servers whose devices are used, too. Start llama.cpp's rpc-server on each machine; it trusts"
                  " every client."),

@@ -31,7 +31,7 @@ close to the full cache.
 It reads the metadata of a file, and loads no weights; of a model on the Hub (-hf) it downloads the header, some MB. --memory and --ram say what
 machine is meant, --memory 0 one without a GPU. The ways are the full cache in
 f16, q8_0 and q4_0, the full cache in RAM (llama.cpp's --no-kv-offload), pools, and lossless decoding through them; where a card is too small for the
-weights, small batches (-ub), and some of the layers on the CPU (-ngl). Memory is computed. Speed and answers are those of the models
+weights, small batches (-ub), and weights of some layers in RAM (-ncmoe). Memory is computed. Speed and answers are those of the models
 that were measured (docs/results/choices.md, coarse.md), and yours may differ.
 
 A pool has all other tokens in 4 bits a value. Where these do not fit it has them in 2 bits, and where those do not, not at all.
@@ -210,7 +210,7 @@ def _label(offer: Offer) -> str:
     name = "full" if offer.n_pool is None else f"pool {offer.options['pool'] // 1024}K"
     kind = f"{offer.options.get('type_k', 'f16')}{' in RAM' if offer.kind == 'RAM' else ''}"
     bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
-    layers = f", -ngl {offer.options['n_gpu_layers']}" if offer.n_on_cpu else ""
+    layers = f", -ncmoe {offer.n_on_cpu}" if offer.n_on_cpu else ""
     batch = f", -ub {offer.options['n_ubatch']}" if "n_ubatch" in offer.options and not layers else ""
     return f"{name}, {kind}{bits}{', lossless' if offer.lossless else ''}{layers}{batch}"
 
@@ -223,14 +223,13 @@ def _flags(offer: Offer) -> list[str]:
     flags += ["-ctk", o["type_k"], "-ctv", o["type_v"]] if "type_k" in o else []
     flags += ["--set", "kv_offload=false"] if "kv_offload" in o else []
     flags += ["--kvflash-mode", "lossless"] if offer.lossless else []
-    flags += ["-ub", str(o["n_ubatch"])] if "n_ubatch" in o else []
-    return flags + (["-ngl", str(o["n_gpu_layers"])] if offer.n_on_cpu else [])
+    return flags + (["-ub", str(o["n_ubatch"])] if "n_ubatch" in o else [])
 
 
 def _command(offer: Offer, named: list[str], n_ctx: int, typed: list[str]) -> str:
     """typed: options that were given, and are not a way's."""
     context = f"{n_ctx // 1024}K" if n_ctx % 1024 == 0 else str(n_ctx)
-    moe = ["--n-cpu-moe", "auto"] if offer.experts else []
+    moe = ["--n-cpu-moe", "auto"] if offer.moves else []
     return shlex.join(["kvflash", "run", *named, "-f", "long.txt", "-c", context, *typed, *_flags(offer), *moe])
 
 
@@ -254,7 +253,7 @@ def _why(choice: Offer, n_ctx: int) -> str:
         pool = "it answers faster than the full cache on a CPU, and keeps what it read"
         return f"taken: {pool if choice.n_pool else 'the full cache, for the pool of a long text would take more RAM'}"
     if choice.n_on_cpu:
-        weights = f"the CPU has {choice.n_on_cpu} layers, {_gib(choice.host_read)} that each token reads in RAM"
+        weights = f"{_gib(choice.host_read)} of weights stay in RAM, of {choice.n_on_cpu} layers, which the CPU reads for each token"
         return f"taken: nothing that is worth running fits the GPU alone; {weights}"
     if choice.n_pool is None and "type_k" not in choice.options:
         return "taken: the full f16 cache fits"

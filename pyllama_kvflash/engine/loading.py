@@ -115,7 +115,7 @@ def load(
     options = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool)
     free = free_bytes()
     with ExitStack() as parts:
-        model = Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), progress=progress)
+        model = Model.load(path, **where(options), on_host=on_host(placed), progress=progress)
         parts.enter_context(model)
         return _load(model, _resolved(model, options), placed, open_engine, free, parts)
 
@@ -147,12 +147,15 @@ def check_runs(model: Model, options: Options) -> None:
 
 
 def _place(model: Model, options: Options) -> Placement:
-    seen = _probed(model, options)
+    """Place for the closest codes that fit, where these leave most on the GPU: in memory of their own, or in that of panes."""
+    seen, best, coarse = _probed(model, options), None, ""
     for tried in bits_of(options, seen):
-        placed = place(model, seen.geometry, tried, options.shape.floor(options.n_batch))
-        if placed.fits:
+        if best and tried.coarse != coarse:
             break
-    return placed
+        placed = place(model, seen.geometry, tried, options.shape.floor(options.n_batch))
+        if placed.fits and (best is None or placed.n_cpu_moe < best.n_cpu_moe):
+            best, coarse = placed, tried.coarse
+    return best or placed
 
 
 def _probed(model: Model, options: Options) -> Probe:

@@ -11,9 +11,9 @@ from typing import Any, Self
 from pyllama_kvflash.engine import expected
 from pyllama_kvflash.engine.bits import SMALL_BATCH
 from pyllama_kvflash.engine.loading import check_runs
-from pyllama_kvflash.engine.need import Need
-from pyllama_kvflash.engine.placement import has_experts, layer_bytes
-from pyllama_kvflash.engine.planning import needs
+from pyllama_kvflash.engine.need import DRIVER, Need
+from pyllama_kvflash.engine.placement import has_experts
+from pyllama_kvflash.engine.planning import planned
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import Model, pretending
 from pyllama_kvflash.options import Options
@@ -29,8 +29,9 @@ class Offer:
     """A way to hold the context.
 
     kind: the cache: "f16", "q8_0", "q4_0", "RAM" or "pool". options: fields of Options that it takes. needs: what each device
-    holds. lacking: bytes that each is short of, by name; {}: it fits. experts: it has some that may stay on the host. on_gpu: there is a
-    GPU to compute with. n_on_cpu: layers that the CPU computes beside it. host_read: bytes of weights that it reads in RAM for a token.
+    holds. lacking: bytes that each is short of, by name; {}: it fits. moves: experts, or feed-forward weights, may stay on the host.
+    on_gpu: there is a GPU to compute with. n_on_cpu: layers of which feed-forward weights stay there. host_read: bytes of weights that the
+    CPU reads in RAM for a token.
     """
 
     kind: str
@@ -38,7 +39,7 @@ class Offer:
     n_pool: int | None
     needs: tuple[Need, ...]
     lacking: dict[str, int]
-    experts: bool = False
+    moves: bool = False
     on_gpu: bool = True
     n_on_cpu: int = 0
     host_read: int = 0
@@ -89,10 +90,10 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
 
     Loads no weights. Raises as planning.needs().
     """
-    with pretending(gpu, ram):
+    with pretending(gpu and max(1, gpu - DRIVER), ram):  # as a program has it that has begun
         with Model.load(path, no_alloc=True) as model:
             check_runs(model, Options(pool="off"))
-            n_ctx, experts, layers = n_ctx or model.n_ctx_train, has_experts(model), layer_bytes(model)
+            n_ctx, experts = n_ctx or model.n_ctx_train, has_experts(model.weights())
             read = _ReadOnHost.of(model)
         base = Options(n_ctx=n_ctx, n_ubatch=Options().n_ubatch if n_ubatch is None else n_ubatch)
         if not gpu:
@@ -102,7 +103,7 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
         look = _Look(path, base, gpu, ram, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {}, read)
         found = list(look.all())
         if not any(not offer.lacking and _answers_well(offer) for offer in found):
-            found += look.tight(layers)
+            found += look.tight()
         return found
 
 
@@ -113,7 +114,7 @@ class Rank(IntEnum):
     CODED = 1  # codes of 4 bits beside a pool that is smaller than those that were measured
     LOSSLESS = 2
     FAR = 3  # long answers are worse
-    SHARED = 4  # the CPU has some of the layers
+    SHARED = 4  # the CPU has a part of some layers
     BLIND = 5  # a token sees the pool, and nothing else
 
 
@@ -138,7 +139,7 @@ def usable(found: list[Offer]) -> list[Offer]:
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
     """Return the one to take of those that fit; None if none does.
 
-    It has the best rank; of these, usual batches, then as few layers on the CPU as possible unless answers get worse by that, then
+    It has the best rank; of these, usual batches, then as few layers in RAM as possible unless answers get worse by that, then
     the least divergence from the full f16 cache, as far as it was measured, and the largest pool.
     """
 
@@ -189,8 +190,8 @@ class _Look:
             with suppress(UnsupportedError):  # a cache type that the model's rows do not have
                 yield self._offer(kind, {"pool": "off", **_types(kind)})
 
-    def tight(self, layers: list[int]) -> Iterator[Offer]:
-        """Yield ways for a model that leaves too little of a GPU: with layers on the CPU, and small batches. layers: bytes of each."""
+    def tight(self) -> Iterator[Offer]:
+        """Yield ways for a model that leaves too little of a GPU: with small batches, and weights of some layers in RAM."""
         size = next((size for size in POOLS[3:] if size < self._base.n_ctx), None)
         ways: list[tuple[str, dict[str, Any]]] = [("q8_0", {"pool": "off", **_types("q8_0")})]
         if size:
@@ -198,22 +199,9 @@ class _Look:
             ways += [("pool", {"pool": size, "coarse": bits, **_types(kind)}) for kind, bits in forms]
         for kind, options in ways:
             with suppress(UnsupportedError):  # no pool, or no codes
-                offer = self._offer(kind, options | self._small)
-                if offer.lacking and not offer.experts and len(layers) > 1:
-                    offer = self._moved(offer, layers)
+                offer = self._offer(kind, options | self._small | {"n_cpu_moe": "auto"})
                 if not offer.lacking:
                     yield offer
-
-    def _moved(self, offer: Offer, layers: list[int]) -> Offer:
-        """Return an offer with as many of the first layers on the CPU as it takes, with what they have of KV. layers: bytes of each."""
-        apart = self._offer(offer.kind, {**offer.options, "codes_in_panes": False})  # how large panes are
-        for n in range(1, len(layers)):
-            held = tuple(_without(need, apart.needs, layers, n) for need in apart.needs)
-            lacking = self._lacking(held)
-            if "GPU" not in lacking:
-                break
-        options = {**offer.options, "n_gpu_layers": len(layers) + 1 - n}  # with the output, as llama.cpp counts
-        return replace(offer, options=options, needs=held, lacking=lacking, n_on_cpu=n, host_read=sum(layers[:n]))
 
     def _pool(self, kind: str, more: dict[str, str]) -> Offer | None:
         """Return the largest pool that fits with the closest codes for which the smallest pool leaves memory, with small batches if need
@@ -242,13 +230,19 @@ class _Look:
 
     def _offer(self, kind: str, options: dict[str, Any]) -> Offer:
         asked = replace(self._base, **options)
-        held, size = needs(self._path, asked)
-        if kind == "RAM":
-            held = _in_host(held)
-        on_gpu = bool(self._room[True])
-        read = self._read.of_experts(held) if on_gpu and asked.n_cpu_moe else 0
+        found = planned(self._path, asked)
+        held = _in_host(found.needs) if kind == "RAM" else found.needs
+        on_gpu, n_host = bool(self._room[True]), int(found.options.n_cpu_moe)
         return Offer(
-            kind, options, size.n_pool, held, self._lacking(held), asked.n_cpu_moe != 0, on_gpu, host_read=read
+            kind,
+            options,
+            found.size.n_pool,
+            held,
+            self._lacking(held),
+            moves=asked.n_cpu_moe != 0,
+            on_gpu=on_gpu,
+            n_on_cpu=0 if self._read.of_experts else n_host,
+            host_read=self._read.a_token(held) if on_gpu and n_host else 0,
         )
 
     def _lacking(self, held: tuple[Need, ...]) -> dict[str, int]:
@@ -261,18 +255,21 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _ReadOnHost:
-    """What the CPU reads of experts in RAM for a token. embeddings: bytes on the host that are not experts; share: of experts, a token's."""
+    """What the CPU reads in RAM for a token. embeddings: bytes there of which it reads nothing; share: a token's, of the others.
+    of_experts: whether these are experts.
+    """
 
     embeddings: int
     share: float
+    of_experts: bool
 
     @classmethod
     def of(cls, model: Model) -> Self:
         arch = model.meta("general.architecture")
         n, used = (int(model.meta(f"{arch}.{name}") or 0) for name in ("expert_count", "expert_used_count"))
-        return cls(sum(w.size for w in model.weights() if w.name == "token_embd.weight"), used / n if n else 0.0)
+        return cls(sum(w.size for w in model.weights() if w.name == "token_embd.weight"), used / n if n else 1.0, n > 0)
 
-    def of_experts(self, held: tuple[Need, ...]) -> int:
+    def a_token(self, held: tuple[Need, ...]) -> int:
         on_host = sum(need.weights for need in held if not need.gpu)
         return round(self.share * max(0, on_host - self.embeddings))
 
@@ -301,21 +298,3 @@ def _in_host(held: tuple[Need, ...]) -> tuple[Need, ...]:
         replace(need, kv=kv, states=states) if i == there else replace(need, kv=0, states=0)
         for i, need in enumerate(held)
     )
-
-
-def _without(need: Need, all_: tuple[Need, ...], layers: list[int], n: int) -> Need:
-    """Return what a device holds once the first n layers are on the host. layers: bytes of each one's weights.
-
-    An exact pass has its layers on both devices then, and codes are in its memory on the GPU. To read a prompt, the GPU has a layer's
-    weights copied, once for each context.
-    """
-    gpu = next(each for each in all_ if each.gpu)
-    moved = {name: round(n / len(layers) * getattr(gpu, name)) for name in ("kv", "coarse", "states")}
-    moved["weights"] = sum(layers[:n])
-    if not need.gpu:
-        return replace(
-            need, **{name: getattr(need, name) + size for name, size in moved.items()}, panes=need.panes + gpu.panes
-        )
-    left = {name: getattr(need, name) - size for name, size in moved.items()}
-    copied = max(layers) * (2 if need.panes else 1)
-    return replace(need, **left, panes=max(0, need.panes - left["coarse"]), buffers=need.buffers + copied)

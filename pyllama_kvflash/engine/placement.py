@@ -1,9 +1,12 @@
-"""Placement of experts: a look at a model without its weights, before it is loaded, decides which stay on the host."""
+"""Placement of experts and feed-forward weights: a look at a model without its weights, before it is loaded, decides which stay on the
+host.
+"""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+from pyllama_kvflash.engine.bits import LEAST
 from pyllama_kvflash.engine.memory import coarse_bytes
 from pyllama_kvflash.engine.panes import exact_bytes
 from pyllama_kvflash.engine.speculation import drafter_bytes
@@ -12,30 +15,23 @@ from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.experts import Holding, Placement, place_experts
-from pyllama_kvflash.policy.sizing import AUTO_CAP, BATCH, CELLS
+from pyllama_kvflash.policy.sizing import AUTO_CAP, BATCH, CELLS, RESERVE
 
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # llama.cpp's LLM_FFN_EXPS_REGEX
+_FEED_FORWARD = r"\.ffn_(up|down|gate)\.weight"
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _IS_EXPERTS = re.compile(r"blk\.(\d+)" + _EXPERTS)
+_IS_FEED_FORWARD = re.compile(r"blk\.(\d+)" + _FEED_FORWARD)
 
 
-def layer_bytes(model: Model) -> list[int]:
-    """Return the bytes of each layer's weights."""
-    sizes: Counter[int] = Counter()
-    for weight in model.weights():
-        if match := _LAYER.match(weight.name):
-            sizes[int(match[1])] += weight.size
-    return [sizes[i] for i in sorted(sizes)]
-
-
-def has_experts(model: Model) -> bool:
+def has_experts(weights: Sequence[Weight]) -> bool:
     """Return whether a model has experts that can stay on the host."""
-    return any(_IS_EXPERTS.match(weight.name) for weight in model.weights())
+    return any(_IS_EXPERTS.match(weight.name) for weight in weights)
 
 
-def on_host(n_cpu_moe: int) -> list[str]:
-    """Return patterns for the experts of the first n_cpu_moe layers, as llama.cpp's -ncmoe makes them."""
-    return [rf"blk\.{i}{_EXPERTS}" for i in range(n_cpu_moe)]
+def on_host(placed: Placement) -> list[str]:
+    """Return patterns for what stays on the host: experts, as llama.cpp's -ncmoe has them, or else feed-forward weights."""
+    return [rf"blk\.{i}{_FEED_FORWARD if placed.dense else _EXPERTS}" for i in range(placed.n_cpu_moe)]
 
 
 def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Placement:
@@ -48,7 +44,7 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
 
     Raises NativeError and UnsupportedError.
     """
-    return place_experts(
+    found = place_experts(
         options.n_cpu_moe,
         holdings(model, geometry, options),
         pool=options.pool,
@@ -56,6 +52,7 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
         floor=floor,
         cap=options.auto_cap or AUTO_CAP,
     )
+    return replace(found, dense=not has_experts(model.weights()))
 
 
 def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding]:
@@ -68,40 +65,42 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     codes = coarse_bytes(geometry, options)
     reads = options.pool != "off" and options.prefill != "pool"
     exact = exact_bytes(model, geometry, options) if reads else {}
-    copy = max((w.size for w in weights if _IS_EXPERTS.match(w.name)), default=0)
-    some = any(
-        _IS_EXPERTS.match(w.name) and not found[w.device].gpu for w in weights
-    )  # some experts are on the host anyway
+    experts = has_experts(weights)
+    moves = _IS_EXPERTS if experts else _IS_FEED_FORWARD
+    copy = max((w.size for w in weights if moves.match(w.name)), default=0)
+    some = any(moves.match(w.name) and not found[w.device].gpu for w in weights)  # some are on the host anyway
     res = []
     for i, (compute, token_compute), draft in zip(here, computed, drafter, strict=True):
-        others, experts = _sizes([w for w in weights if w.device == i], n_layer)
+        others, moved = _sizes([w for w in weights if w.device == i], moves, n_layer)
         res.append(
             Holding(
                 name=found[i].name,
                 free=found[i].free,
                 fixed=others + state + (copy if some else 0) + sum(exact.get(i, ())),
                 token_bytes=token_bytes.get(i, 0),
-                experts=experts,
+                experts=moved,
                 copy=0 if some else copy,
                 compute=compute,
                 token_compute=token_compute,
                 drafter=draft,
                 codes=codes.get(i, 0),
                 gpu=found[i].gpu,
+                what="experts" if experts else "feed-forward weights",
+                reserve=RESERVE if experts else LEAST,  # each layer that moves is read whole, for each token
             )
         )
     return res
 
 
-def _sizes(weights: Sequence[Weight], n_layer: int) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of all weights that are not experts, and of each layer's experts."""
-    others, experts = 0, [0] * n_layer
+def _sizes(weights: Sequence[Weight], moves: re.Pattern[str], n_layer: int) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes of the weights that stay, and of those of each layer that may move."""
+    others, moved = 0, [0] * n_layer
     for weight in weights:
-        if match := _IS_EXPERTS.match(weight.name):
-            experts[int(match[1])] += weight.size
+        if match := moves.match(weight.name):
+            moved[int(match[1])] += weight.size
         else:
             others += weight.size
-    return others, tuple(experts)
+    return others, tuple(moved)
 
 
 def _measured(

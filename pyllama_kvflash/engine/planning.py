@@ -79,7 +79,7 @@ def look(path: Path, options: Options) -> Iterator[Look]:
     except UnsupportedError as err:
         placed, refusal = Placement(0, options.pool), err
     options, free = replace(options, n_cpu_moe=placed.n_cpu_moe, pool=placed.pool), free_bytes()
-    with Model.load(path, **where(options), on_host=on_host(placed.n_cpu_moe), no_alloc=True) as model:
+    with Model.load(path, **where(options), on_host=on_host(placed), no_alloc=True) as model:
         program, options = program_bytes(), options.resolved(model.n_ctx_train)
         seen = probe(model, options)
         if refusal and seen.refusal is None:

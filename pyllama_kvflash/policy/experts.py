@@ -1,4 +1,6 @@
-"""Decide which layers keep their experts in host memory: as many as requested, or as few as leave room for the pool."""
+"""Decide which layers keep their experts, or without these their feed-forward weights, in host memory: as many as requested, or as few
+as leave room for the pool.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,13 +15,15 @@ class Holding:
     free: free memory before the model is loaded.
     fixed: weights other than experts, and states that do not grow with the context.
     token_bytes: KV of one token.
-    experts: experts of each layer of the model in order; 0 for a layer whose experts are not on this device.
-    copy: the largest expert tensor. A prompt batch copies it here if it lies on the host.
+    experts: experts of each layer of the model in order; 0 for a layer whose experts are not on this device. Where a model has none, its
+        feed-forward weights. what: which of the two, in words.
+    copy: the largest of their tensors. A prompt batch copies it here if it lies on the host.
     compute: compute buffers.
     token_compute: growth of the compute buffers with each token of KV, for its attention mask.
     drafter: everything that the drafter takes.
     codes: of all positions, with what attending to them takes.
     gpu: False for the host.
+    reserve: bytes that stay free.
     """
 
     name: str
@@ -33,6 +37,8 @@ class Holding:
     drafter: int = 0
     codes: int = 0
     gpu: bool = True
+    what: str = "experts"
+    reserve: int = RESERVE
 
     def need(self, n_host: int, tokens: int) -> int:
         """Return the bytes for `tokens` tokens of KV, reserve included, with the experts of the first n_host layers on
@@ -44,22 +50,22 @@ class Holding:
         """Return the terms that need() adds up, in bytes by name."""
         res = {
             "other weights and states": self.fixed,
-            "experts": sum(self.experts[n_host:]),
+            self.what: sum(self.experts[n_host:]),
             f"KV of {tokens:,} tokens": tokens * self.token_bytes,
             "computation": self.compute + tokens * self.token_compute,
             "drafter": self.drafter,
             "codes": self.codes,
             "a copy for prompts": self.copy if n_host else 0,
-            "reserve": RESERVE,
+            "reserve": self.reserve,
         }
-        return {name: size for name, size in res.items() if size or name == "experts"}
+        return {name: size for name, size in res.items() if size or name == self.what}
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The result of place_experts().
 
-    n_cpu_moe: the experts of this many first layers stay on the host.
+    n_cpu_moe: the experts, or else the feed-forward weights, of this many first layers stay on the host. dense: the latter.
     pool: the pool to request now: "auto", "off" or tokens.
     redundant: True if the full cache fits beside all experts.
     fits: False if no pool fits, even with all experts on the host.
@@ -72,6 +78,7 @@ class Placement:
     notes: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
     fits: bool = True
+    dense: bool = False
 
 
 def place_experts(
@@ -105,10 +112,12 @@ def place_experts(
     n_layer = max(len(h.experts) for h in holdings)
     gpus = [h for h in holdings if h.gpu and any(h.experts)]
     if not any(any(h.experts) for h in holdings):
-        text = f"`n_cpu_moe` is {request}, but the model has no experts: there is nothing to keep on the host"
+        text = (
+            f"`n_cpu_moe` is {request}, but the model has neither experts nor feed-forward weights to keep on the host"
+        )
         return Placement(0, pool, warnings=(text,))
     if not gpus:
-        text = "experts: all are in host memory as it is, there is no GPU to save memory on"
+        text = f"{holdings[0].what}: all are in host memory as it is, there is no GPU to save memory on"
         return Placement(0 if request == "auto" else min(int(request), n_layer), pool, notes=(text,))
     if request != "auto":
         return Placement(min(int(request), n_layer), pool, notes=(_given(int(request), n_layer, gpus),))
@@ -118,7 +127,9 @@ def place_experts(
 def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, floor: int, cap: int) -> Placement:
     """Place experts for "auto". full: cells of a full cache."""
     if pool != "off" and _fit(gpus, 0, full):
-        beside = f"experts: all stay on the GPU, and the full cache beside them: {_arithmetic(gpus, 0, full)}, so"
+        beside = (
+            f"{gpus[0].what}: all stay on the GPU, and the full cache beside them: {_arithmetic(gpus, 0, full)}, so"
+        )
         if pool == "auto":
             text = f"{beside} the pool is redundant, and turned off (`pool` N keeps one of N tokens)"
             return Placement(0, "off", redundant=True, notes=(text,))
@@ -128,20 +139,20 @@ def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, flo
     n = _fewest(gpus, n_layer, tokens)
     if n is None:
         return _squeezed(gpus, n_layer, pool, tokens, least)
-    notes = [f"experts: {_first(n, n_layer, gpus)}: {_arithmetic(gpus, n, tokens)}"]
+    notes = [f"{gpus[0].what}: {_first(n, n_layer, gpus)}: {_arithmetic(gpus, n, tokens)}"]
     n_full = _fewest(gpus, n_layer, full)
     if n_full != n:
-        notes.append(_kept(n, n_full, full))
+        notes.append(_kept(gpus[0].what, n, n_full, full))
     return Placement(n, tokens if pool == "auto" else pool, notes=tuple(notes))
 
 
 def _squeezed(gpus: Sequence[Holding], n_layer: int, pool: int | str, tokens: int, least: int) -> Placement:
     """Put all experts on the host: `tokens` tokens of KV do not fit, and perhaps no pool does."""
     if _fit(gpus, n_layer, least):
-        text = f"experts: {_first(n_layer, n_layer, gpus)}, and the pool takes what is left: {_arithmetic(gpus, n_layer, tokens)}"
+        text = f"{gpus[0].what}: {_first(n_layer, n_layer, gpus)}, and the pool takes what is left: {_arithmetic(gpus, n_layer, tokens)}"
         return Placement(n_layer, pool, notes=(text,))
     text = (
-        f"the GPU is too small even with all experts on the host: {_arithmetic(gpus, n_layer, least)}, so use a"
+        f"the GPU is too small even with all {gpus[0].what} on the host: {_arithmetic(gpus, n_layer, least)}, so use a"
         f"{'' if pool == 'off' else ' smaller'} pool (`pool`), smaller cache types (`type_k`, `type_v`) or fewer layers on"
         " the GPU (`n_gpu_layers`)"
     )
@@ -167,7 +178,7 @@ def _fewest(gpus: Sequence[Holding], n_layer: int, tokens: int) -> int | None:
 
 def _given(n: int, n_layer: int, gpus: Sequence[Holding]) -> str:
     of = f" (`n_cpu_moe` is {n}, and the model has {n_layer} layers)" if n > n_layer else ""
-    return f"experts: {_first(min(n, n_layer), n_layer, gpus)}{of}"
+    return f"{gpus[0].what}: {_first(min(n, n_layer), n_layer, gpus)}{of}"
 
 
 def _first(n: int, n_layer: int, gpus: Sequence[Holding]) -> str:
@@ -177,8 +188,8 @@ def _first(n: int, n_layer: int, gpus: Sequence[Holding]) -> str:
     return f"{which} stay on the host ({_mib(sum(sum(h.experts[:n]) for h in gpus))})"
 
 
-def _kept(n: int, n_full: int | None, full: int) -> str:
-    beside = f"the pool keeps experts on the GPU: beside the full cache of {full:,} tokens"
+def _kept(what: str, n: int, n_full: int | None, full: int) -> str:
+    beside = f"the pool keeps {what} on the GPU: beside the full cache of {full:,} tokens"
     if n_full is None:
         return f"{beside} there would be no room even with all of them on the host"
     layers = f"{n_full} layer{'s' if n_full > 1 else ''}"
