@@ -75,6 +75,19 @@ def test_what_is_expected_was_measured() -> None:
     }.items():
         at = next(row for row in results[name] if f"{uncoded[0]}" in row)
         assert [at[0], at[1], at[3]] == [f"{rate:.1f}" for rate in uncoded]
+    hybrid = rows((RESULTS / "cuda.md").read_text())
+    ways = ("f16", "q8_0", "q4_0", "4")
+    for i, context in enumerate(("8K", "64K", "128K", "256K")):
+        rates = [expected.HYBRID_DECODE[way][i] for way in ways]
+        assert rates in [
+            [float(cell.replace(",", "").split()[0]) for cell in row]
+            for row in hybrid[context]
+            if len(row) == len(ways)
+        ]
+    far = expected.HYBRID_FAR_DECODE
+    told = "full f16 {} at 8K and {} at 128K, a pool of 4K in q8_0 with 2 bits {} and {}".format(*far["f16"], *far["2"])
+    assert told in (RESULTS / "cuda.md").read_text()
+    assert f"`--no-kv-offload` at 8K: {expected.HYBRID_RAM_DECODE} tok/s" in (RESULTS / "cuda.md").read_text()
     cpu = rows((RESULTS / "cpu.md").read_text())
     for kind, name in (("f16", "full cache, f16"), ("pool", "pool 4,096, f16, `fresh`, `4`")):
         assert cpu[name][0] == [f"{rate:.1f}" for rate in expected.CPU_DECODE[kind]]
@@ -119,6 +132,11 @@ def test_speed_is_interpolated_and_never_beyond_what_was_measured() -> None:
     assert expected.speed("pool", 1 << 20, "4") == expected.speed("pool", 131_072, "4")
     for n in (8192, 65_536, 262_144):
         assert expected.speed("pool", n) > expected.speed("pool", n, "4")
+    for n, rate, full in zip(
+        expected.HYBRID_CONTEXTS, expected.HYBRID_DECODE["4"], expected.HYBRID_DECODE["f16"], strict=True
+    ):
+        assert expected.hybrid_speed("pool", n, "4") == pytest.approx(rate / full)
+    assert expected.hybrid_speed("pool", 8192) is None, "not measured"
     assert expected.speed("q4_0", 1024) == expected.speed("q4_0", 32_768)
     assert all(expected.speed("f16", n) == 1 for n in (1024, 40_000, 1 << 20))
 
@@ -373,6 +391,9 @@ def test_the_least_far_is_taken_of_what_fits() -> None:
     for i, wanted in enumerate(ranked):
         assert best([q4, ram, *ranked[:i:-1], wanted], n_ctx) is wanted
     assert best([q4, ram], n_ctx) is None
+    slow, fast = replace(f16, host_read=130), replace(best_pool, host_read=100)
+    assert best([slow, fast], n_ctx) is fast
+    assert best([replace(slow, host_read=120), fast], n_ctx).host_read == 120, "nearly as fast, and closer"
     same = [offer("pool", kind, 4096) for kind in ("f16", "q8_0")]
     assert best(same, n_ctx) is same[0], "neither was measured"
 

@@ -37,7 +37,7 @@ that were measured (docs/results/choices.md, coarse.md), and yours may differ.
 A pool has all other tokens in 4 bits a value. Where these do not fit it has them in 2 bits, and where those do not, not at all.
 
 The last line is the command for the way to take. It is the full f16 cache if that fits, else what has answers as good as q8_0, the closest first,
-else lossless decoding, else what is left. Without a GPU it is a pool, which is faster there. The line before it says why. long.txt is your text.
+else lossless decoding, else what is left; not one for which a token reads a quarter more of the experts in RAM. Without a GPU it is a pool, which is faster there. The line before it says why. long.txt is your text.
 
 \b
   full, q8_0              --kvflash off -ctk q8_0 -ctv q8_0
@@ -170,6 +170,9 @@ _LOST = 1.0  # nats; the texts have nothing in common
 _BROKEN = "broken"
 _SLOW = 0.1  # of the full cache's speed
 _ON_GPU = "times the full f16 cache's on the same GPU (8B shape, H100 and H200; pools: of 4,096 tokens)"
+_HYBRID = (
+    "times the full f16 cache's on the same GPU (27B with 16 attention layers of 64, H200; pools: of 4,096 tokens)"
+)
 _ON_CPU = "times the full f16 cache's on the same CPU (Qwen2.5-Coder-0.5B, two cores; a larger model gains less)"
 _WORDS = (
     "answers: long ones, beside the full f16 cache's (Qwen2.5-Coder-1.5B at 16K; --json has the figures)",
@@ -196,7 +199,7 @@ def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> No
         table.add_row(*row)
     console.print(head, markup=False, soft_wrap=True)
     console.print(table)
-    how = _ON_GPU if found[0].on_gpu else _ON_CPU
+    how = (_HYBRID if found[0].recurrent else _ON_GPU) if found[0].on_gpu else _ON_CPU
     more = [_OF_RAM] if any(map(_of_ram, found)) else []
     for line in (f"speed: of an answer, {how}", *_WORDS, *more):
         console.print(line, markup=False, soft_wrap=True)
@@ -255,6 +258,10 @@ def _why(choice: Offer, n_ctx: int) -> str:
     if choice.n_on_cpu:
         weights = f"{_gib(choice.host_read)} of weights stay in RAM, of {choice.n_on_cpu} layers, which the CPU reads for each token"
         return f"taken: nothing that is worth running fits the GPU alone; {weights}"
+    if choice.host_read and choice.n_pool is not None and rank(choice, n_ctx) == Rank.CLOSE:
+        return (
+            "taken: each token reads less of the experts in RAM than with a full cache, and answers are as good as q8_0"
+        )
     if choice.n_pool is None and "type_k" not in choice.options:
         return "taken: the full f16 cache fits"
     return f"taken: {_REASONS[rank(choice, n_ctx)]}"

@@ -21,6 +21,21 @@ CODED_DECODE = {"f16": (273, 136, 85), "4": (222, 186, 157), "2": (218, 194, 170
 UNCODED_CONTEXTS = (8192, 65_536, 262_144)
 UNCODED_DECODE = {"q8_0": (220.4, 80.2, 24.9), "pool": (254.7, 254.3, 250.9)}
 """The same on one H200: the full cache in q8_0, and a pool of 4,096 in q8_0 without codes, by `qk` (docs/RESULTS.md)."""
+HYBRID_CONTEXTS = (8192, 65_536, 131_072, 262_144)
+HYBRID_DECODE = {
+    "f16": (104.6, 91.1, 82.0, 65.3),
+    "q8_0": (95.1, 67.1, 50.7, 33.2),
+    "q4_0": (97.5, 58.8, 42.2, 27.3),
+    "4": (93.7, 89.1, 88.5, 79.6),
+}
+"""The same of a 27B with 48 delta nets beside 16 attention layers: full caches, and a pool of 4,096 in f16 with codes of 4 bits. One
+H200, one run (docs/results/cuda.md).
+"""
+HYBRID_FAR_CONTEXTS = (8192, 131_072)
+HYBRID_FAR_DECODE = {"f16": (102.3, 80.8), "2": (94.5, 89.1)}
+"""The same in another run: the full cache in f16, and a pool of 4,096 in q8_0 with codes of 2 bits."""
+HYBRID_RAM_DECODE = 7.1
+"""The same at 8K, with the cache in RAM (--no-kv-offload). With more tokens it is slower."""
 CPU_CONTEXTS = (4096, 8192, 16_384)
 CPU_DECODE = {"f16": (10.8, 6.9, 3.9), "pool": (10.5, 10.1, 9.3)}
 """The same without a GPU: the full cache in f16, and a pool of 4,096 in f16 with codes of 4 bits. Qwen2.5-Coder-0.5B, two cores, one run
@@ -64,6 +79,16 @@ def speed(kind: str, n_ctx: int, coarse: str = "off") -> float:
         return _ratio(CODED_CONTEXTS, CODED_DECODE[coarse], CODED_DECODE["f16"], n_ctx)
     beside_q8_0 = _ratio(UNCODED_CONTEXTS, UNCODED_DECODE["pool"], UNCODED_DECODE["q8_0"], n_ctx)
     return beside_q8_0 * speed("q8_0", n_ctx)
+
+
+def hybrid_speed(kind: str, n_ctx: int, coarse: str = "off") -> float | None:
+    """Return the same for a model with recurrent states; None for what was not measured."""
+    if kind == "RAM":
+        return HYBRID_RAM_DECODE / HYBRID_DECODE["f16"][0]
+    if kind == "pool" and coarse == "2":
+        return _ratio(HYBRID_FAR_CONTEXTS, HYBRID_FAR_DECODE["2"], HYBRID_FAR_DECODE["f16"], n_ctx)
+    rates = HYBRID_DECODE.get(coarse if kind == "pool" else kind)
+    return None if rates is None else _ratio(HYBRID_CONTEXTS, rates, HYBRID_DECODE["f16"], n_ctx)
 
 
 def cpu_speed(kind: str, n_ctx: int) -> float | None:

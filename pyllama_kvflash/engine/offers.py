@@ -21,6 +21,7 @@ from pyllama_kvflash.policy.sizing import HOST_CAP
 
 POOLS = (16_384, 8192, 4096, 2048, 1024)
 """Pools that are tried, the largest first: a larger pool answers better and decodes more slowly."""
+_READS_MUCH = 1.25  # times the least that a token reads in RAM: answers are slower by as much
 _AS_GOOD = 1.5  # times the divergence of q8_0, within which seeds differ
 
 
@@ -31,7 +32,7 @@ class Offer:
     kind: the cache: "f16", "q8_0", "q4_0", "RAM" or "pool". options: fields of Options that it takes. needs: what each device
     holds. lacking: bytes that each is short of, by name; {}: it fits. moves: experts, or feed-forward weights, may stay on the host.
     on_gpu: there is a GPU to compute with. n_on_cpu: layers of which feed-forward weights stay there. host_read: bytes of weights that the
-    CPU reads in RAM for a token.
+    CPU reads in RAM for a token. recurrent: the model has such states, too.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Offer:
     on_gpu: bool = True
     n_on_cpu: int = 0
     host_read: int = 0
+    recurrent: bool = False
 
     @property
     def lossless(self) -> bool:
@@ -72,7 +74,7 @@ class Offer:
             return None
         if not self.on_gpu:
             return expected.cpu_speed(self.kind, n_ctx)
-        return expected.speed(self.kind, n_ctx, self.coarse)
+        return (expected.hybrid_speed if self.recurrent else expected.speed)(self.kind, n_ctx, self.coarse)
 
     @property
     def most_speed(self) -> float:
@@ -94,13 +96,13 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
         with Model.load(path, no_alloc=True) as model:
             check_runs(model, Options(pool="off"))
             n_ctx, experts = n_ctx or model.n_ctx_train, has_experts(model.weights())
-            read = _ReadOnHost.of(model)
+            facts = _Facts.of(model)
         base = Options(n_ctx=n_ctx, n_ubatch=Options().n_ubatch if n_ubatch is None else n_ubatch)
         if not gpu:
-            return list(_OnCPU(path, replace(base, n_gpu_layers=0), 0, ram, {}, read).all())
+            return list(_OnCPU(path, replace(base, n_gpu_layers=0), 0, ram, {}, facts).all())
         # all on the first GPU: more of them have more memory in all, but each holds its own layers
         base = replace(base, split_mode="none", n_cpu_moe="auto" if experts else 0)
-        look = _Look(path, base, gpu, ram, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {}, read)
+        look = _Look(path, base, gpu, ram, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {}, facts)
         found = list(look.all())
         if not any(not offer.lacking and _answers_well(offer) for offer in found):
             found += look.tight()
@@ -139,16 +141,22 @@ def usable(found: list[Offer]) -> list[Offer]:
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
     """Return the one to take of those that fit; None if none does.
 
-    It has the best rank; of these, usual batches, then as few layers in RAM as possible unless answers get worse by that, then
+    It has the best rank; of these, no more experts in RAM for a token than must be, then usual batches, then as few layers in RAM as possible unless answers get worse by that, then
     the least divergence from the full f16 cache, as far as it was measured, and the largest pool.
     """
+    fit = [offer for offer in usable(found) if not offer.lacking]
+    if fit and not fit[0].on_gpu:  # answers of a pool are as good, and written in a part of the time
+        return max(fit, key=lambda offer: (offer.n_pool is None) == (n_ctx <= HOST_CAP))
+    ranks = [rank(offer, n_ctx) for offer in fit]
+    least = min((offer.host_read for offer, its in zip(fit, ranks, strict=True) if its == min(ranks)), default=0)
 
-    def order(offer: Offer) -> tuple[Rank, bool, bool, int, float, int]:
+    def order(offer: Offer) -> tuple[Rank, bool, bool, bool, int, float, int]:
         far = offer.divergence(n_ctx)
         apart = offer.n_on_cpu > 0 and not (offer.is_close(n_ctx) or offer.coarse == "4")
         small = "n_ubatch" in offer.options
         return (
             rank(offer, n_ctx),
+            offer.host_read > _READS_MUCH * least and not offer.n_on_cpu,
             small,
             apart,
             offer.n_on_cpu,
@@ -156,9 +164,6 @@ def best(found: list[Offer], n_ctx: int) -> Offer | None:
             -(offer.n_pool or n_ctx),
         )
 
-    fit = [offer for offer in usable(found) if not offer.lacking]
-    if fit and not fit[0].on_gpu:  # answers of a pool are as good, and written in a part of the time
-        return max(fit, key=lambda offer: (offer.n_pool is None) == (n_ctx <= HOST_CAP))
     return min(fit, key=order, default=None)
 
 
@@ -169,10 +174,8 @@ def _answers_well(offer: Offer) -> bool:
 class _Look:
     """small: options of smaller batches, {}: there are none."""
 
-    def __init__(
-        self, path: Path, base: Options, gpu: int, ram: int, small: dict[str, Any], read: "_ReadOnHost"
-    ) -> None:
-        self._path, self._base, self._small, self._read = path, base, small, read
+    def __init__(self, path: Path, base: Options, gpu: int, ram: int, small: dict[str, Any], facts: "_Facts") -> None:
+        self._path, self._base, self._small, self._facts = path, base, small, facts
         self._room = {True: gpu, False: ram}
 
     def all(self) -> Iterator[Offer]:
@@ -241,8 +244,9 @@ class _Look:
             self._lacking(held),
             moves=asked.n_cpu_moe != 0,
             on_gpu=on_gpu,
-            n_on_cpu=0 if self._read.of_experts else n_host,
-            host_read=self._read.a_token(held) if on_gpu and n_host else 0,
+            n_on_cpu=0 if self._facts.of_experts else n_host,
+            host_read=self._facts.a_token(held) if on_gpu and n_host else 0,
+            recurrent=self._facts.recurrent,
         )
 
     def _lacking(self, held: tuple[Need, ...]) -> dict[str, int]:
@@ -254,20 +258,26 @@ class _Look:
 
 
 @dataclass(frozen=True, slots=True)
-class _ReadOnHost:
-    """What the CPU reads in RAM for a token. embeddings: bytes there of which it reads nothing; share: a token's, of the others.
-    of_experts: whether these are experts.
+class _Facts:
+    """What its offers are told of a model. embeddings: bytes in RAM of which the CPU reads nothing for a token; share: what it reads of
+    the others, which are experts, or not. recurrent: it has such states.
     """
 
     embeddings: int
     share: float
     of_experts: bool
+    recurrent: bool
 
     @classmethod
     def of(cls, model: Model) -> Self:
         arch = model.meta("general.architecture")
         n, used = (int(model.meta(f"{arch}.{name}") or 0) for name in ("expert_count", "expert_used_count"))
-        return cls(sum(w.size for w in model.weights() if w.name == "token_embd.weight"), used / n if n else 1.0, n > 0)
+        return cls(
+            sum(w.size for w in model.weights() if w.name == "token_embd.weight"),
+            used / n if n else 1.0,
+            n > 0,
+            model.recurrent,
+        )
 
     def a_token(self, held: tuple[Need, ...]) -> int:
         on_host = sum(need.weights for need in held if not need.gpu)
