@@ -305,7 +305,7 @@ def test_weights_stay_in_ram_where_a_card_is_too_small(tmp_path: Path) -> None:
     way = found["ways"][found["best"]]
     n = way["layers_on_cpu"]
     assert 0 < n < SHAPES["8b"].n_layer
-    assert way["command"].endswith(" -ub 128 --n-cpu-moe auto")
+    assert way["command"].endswith(" -ub 256 --n-cpu-moe auto")
     assert way["answers"] == "as good as q8_0"
     assert 0.85 * 4 * GIB < way["gpu_bytes"] <= 4 * GIB
     all_on_gpu = ways(planned(str(path), "--memory", "64G", "--ram", "32G", "-c", "32K", "-ub", "128"))["q8_0"]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -194,7 +195,11 @@ class _Look:
                 yield self._offer(kind, {"pool": "off", **_types(kind)})
 
     def tight(self) -> Iterator[Offer]:
-        """Yield ways for a model that leaves too little of a GPU: with small batches, and weights of some layers in RAM."""
+        """Yield ways for a model that leaves too little of a GPU: with weights of some layers in RAM.
+
+        Batches are not the smallest ones if larger ones fit: to read a prompt, each of them has these weights copied.
+        """
+        batches = [{"n_ubatch": 2 * SMALL_BATCH}, self._small] if self._small else [{}]
         size = next((size for size in POOLS[3:] if size < self._base.n_ctx), None)
         ways: list[tuple[str, dict[str, Any]]] = [("q8_0", {"pool": "off", **_types("q8_0")})]
         if size:
@@ -202,9 +207,8 @@ class _Look:
             ways += [("pool", {"pool": size, "coarse": bits, **_types(kind)}) for kind, bits in forms]
         for kind, options in ways:
             with suppress(UnsupportedError):  # no pool, or no codes
-                offer = self._offer(kind, options | self._small | {"n_cpu_moe": "auto"})
-                if not offer.lacking:
-                    yield offer
+                tried = (self._offer(kind, {**options, **batch, "n_cpu_moe": "auto"}) for batch in batches)
+                yield from islice((offer for offer in tried if not offer.lacking), 1)
 
     def _pool(self, kind: str, more: dict[str, str]) -> Offer | None:
         """Return the largest pool that fits with the closest codes for which the smallest pool leaves memory, with small batches if need
