@@ -236,7 +236,7 @@ def taken(offer: Offer | None) -> list[str]:
     bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
     layers = f", -ncmoe {offer.n_on_cpu}" if offer.n_on_cpu else ""
     more = (", lossless" if offer.lossless else "") + (
-        f", -ub {offer.options['n_ubatch']}" if "n_ubatch" in offer.options else ""
+        f", -ub {offer.options['n_ubatch']}" if "n_ubatch" in offer.options and not layers else ""
     )
     return [f"{pool}, {offer.options.get('type_k', 'f16')}{bits}{more}{layers}", gib(offer, gpu=False)]
 

@@ -214,7 +214,7 @@ def _label(offer: Offer) -> str:
     kind = f"{offer.options.get('type_k', 'f16')}{' in RAM' if offer.kind == 'RAM' else ''}"
     bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
     layers = f", -ncmoe {offer.n_on_cpu}" if offer.n_on_cpu else ""
-    batch = f", -ub {offer.options['n_ubatch']}" if "n_ubatch" in offer.options else ""
+    batch = f", -ub {offer.options['n_ubatch']}" if "n_ubatch" in offer.options and not layers else ""
     return f"{name}, {kind}{bits}{', lossless' if offer.lossless else ''}{layers}{batch}"
 
 
