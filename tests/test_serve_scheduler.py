@@ -28,6 +28,7 @@ from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.serve import prefixes
 from pyllama_kvflash.serve.job import Failed, Finished, Reading, Text
+from pyllama_kvflash.serve.prefixes import Write
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull
 
 pytestmark = pytest.mark.native
@@ -457,3 +458,11 @@ def test_an_engine_that_is_closed_under_the_scheduler() -> None:
         assert isinstance(scheduler.error, UsageError)
         with pytest.raises(NotReady):
             scheduler.admit()
+
+
+def test_a_file_reaches_to_where_it_can_be_continued() -> None:
+    """A branch does not wait for a file that is being written, if that has only what comes after the branch."""
+    write = Write(np.arange(100, dtype=np.int32), (64, 100), Future())
+    assert write.reach(np.arange(200, dtype=np.int32)) == 100
+    assert write.reach(np.append(np.arange(99, dtype=np.int32), 7)) == 64
+    assert write.reach(np.arange(63, dtype=np.int32)) == 0
