@@ -17,7 +17,7 @@ import gguf
 from pyllama_kvflash.bench.grid import markdown
 from pyllama_kvflash.bench.shape_tensors import Shape
 from pyllama_kvflash.bench.shapes import SHAPES, write_outline
-from pyllama_kvflash.cli.plan import _answers, _command, _speed, _too_small
+from pyllama_kvflash.cli.plan import _answers, _command, _label, _speed, _too_small
 from pyllama_kvflash.engine.offers import Offer, best, offers
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -232,13 +232,7 @@ def taken(offer: Offer | None) -> list[str]:
     """Return the way to take, and what it takes of RAM."""
     if offer is None:
         return ["-", "-"]
-    pool = "full" if offer.n_pool is None else f"pool {offer.n_pool // 1024}K"
-    bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
-    layers = f", -ncmoe {offer.n_on_cpu}" if offer.n_on_cpu else ""
-    more = (", lossless" if offer.lossless else "") + (
-        f", -ub {offer.options['n_ubatch']}" if "n_ubatch" in offer.options and not layers else ""
-    )
-    return [f"{pool}, {offer.options.get('type_k', 'f16')}{bits}{more}{layers}", gib(offer, gpu=False)]
+    return [_label(offer), gib(offer, gpu=False)]
 
 
 def gib(offer: Offer, *, gpu: bool) -> str:

@@ -259,7 +259,7 @@ def test_without_a_gpu_there_is_nothing_to_save() -> None:
 
 def test_feed_forward_weights_are_called_that() -> None:
     """Less stays free than beside experts: all of a layer is read for each token."""
-    gpu = replace(GPU, what="feed-forward weights", reserve=RESERVE // 2, free=NEED[2] - RESERVE // 2)
+    gpu = replace(GPU, dense=True, reserve=RESERVE // 2, free=NEED[2] - RESERVE // 2)
     assert place(gpu, HOST).n_cpu_moe == 2
     (note,) = place(gpu, HOST, request=1).notes
     assert note == "feed-forward weights: those of the first of 4 layers stay on the host (300 MiB)"

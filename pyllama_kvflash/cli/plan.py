@@ -136,7 +136,7 @@ def plan(
     if choice is None:
         raise UsageError(_too_small(found))
     if not as_json:
-        click.echo(f"\n{_why(choice, n_ctx)}")
+        click.echo(f"\n{_why(choice, found, n_ctx)}")
         click.echo(command(choice))
 
 
@@ -250,7 +250,7 @@ def _of_ram(offer: Offer) -> bool:
     return offer.on_gpu and offer.host_read > 0 and not offer.lossless and offer.kind != "RAM"
 
 
-def _why(choice: Offer, n_ctx: int) -> str:
+def _why(choice: Offer, found: list[Offer], n_ctx: int) -> str:
     """Return why this way is taken."""
     if not choice.on_gpu:
         pool = "it answers faster than the full cache on a CPU, and keeps what it read"
@@ -258,12 +258,10 @@ def _why(choice: Offer, n_ctx: int) -> str:
     if choice.n_on_cpu:
         weights = f"{_gib(choice.host_read)} of weights stay in RAM, of {choice.n_on_cpu} layers, which the CPU reads for each token"
         return f"taken: nothing that is worth running fits the GPU alone; {weights}"
-    if choice.host_read and choice.n_pool is not None and rank(choice, n_ctx) == Rank.CLOSE:
-        return (
-            "taken: each token reads less of the experts in RAM than with a full cache, and answers are as good as q8_0"
-        )
-    if choice.n_pool is None and "type_k" not in choice.options:
+    if choice.kind == "f16":
         return "taken: the full f16 cache fits"
+    if any(offer.kind == "f16" and not offer.lacking for offer in found):
+        return "taken: its answers are as good as q8_0, and the full f16 cache would have each token read more experts in RAM"
     return f"taken: {_REASONS[rank(choice, n_ctx)]}"
 
 

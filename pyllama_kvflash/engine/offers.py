@@ -142,8 +142,8 @@ def usable(found: list[Offer]) -> list[Offer]:
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
     """Return the one to take of those that fit; None if none does.
 
-    It has the best rank; of these, no more experts in RAM for a token than must be, then usual batches, then as few layers in RAM as possible unless answers get worse by that, then
-    the least divergence from the full f16 cache, as far as it was measured, and the largest pool.
+    It has the best rank; of these, a token reads little more of the experts in RAM than it must, then batches are the usual ones, then as
+    few layers as possible are in RAM unless answers get worse by that, then it has the least divergence from the full f16 cache, as far as it was measured, and the largest pool.
     """
     fit = [offer for offer in usable(found) if not offer.lacking]
     if fit and not fit[0].on_gpu:  # answers of a pool are as good, and written in a part of the time

@@ -44,15 +44,16 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
 
     Raises NativeError and UnsupportedError.
     """
+    held = holdings(model, geometry, options)
     found = place_experts(
         options.n_cpu_moe,
-        holdings(model, geometry, options),
+        held,
         pool=options.pool,
         n_ctx=options.n_ctx * options.n_parallel,
         floor=floor,
         cap=options.auto_cap or AUTO_CAP,
     )
-    return replace(found, dense=not has_experts(model.weights()))
+    return replace(found, dense=held[0].dense)
 
 
 def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding]:
@@ -65,8 +66,8 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     codes = coarse_bytes(geometry, options)
     reads = options.pool != "off" and options.prefill != "pool"
     exact = exact_bytes(model, geometry, options) if reads else {}
-    experts = has_experts(weights)
-    moves = _IS_EXPERTS if experts else _IS_FEED_FORWARD
+    dense = not has_experts(weights)
+    moves = _IS_FEED_FORWARD if dense else _IS_EXPERTS
     copy = max((w.size for w in weights if moves.match(w.name)), default=0)
     some = any(moves.match(w.name) and not found[w.device].gpu for w in weights)  # some are on the host anyway
     res = []
@@ -85,8 +86,8 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
                 drafter=draft,
                 codes=codes.get(i, 0),
                 gpu=found[i].gpu,
-                what="experts" if experts else "feed-forward weights",
-                reserve=RESERVE if experts else LEAST,  # each layer that moves is read whole, for each token
+                dense=dense,
+                reserve=LEAST if dense else RESERVE,  # each layer that moves is read whole, for each token
             )
         )
     return res

@@ -16,7 +16,7 @@ class Holding:
     fixed: weights other than experts, and states that do not grow with the context.
     token_bytes: KV of one token.
     experts: experts of each layer of the model in order; 0 for a layer whose experts are not on this device. Where a model has none, its
-        feed-forward weights. what: which of the two, in words.
+        feed-forward weights. dense: whether these are the latter.
     copy: the largest of their tensors. A prompt batch copies it here if it lies on the host.
     compute: compute buffers.
     token_compute: growth of the compute buffers with each token of KV, for its attention mask.
@@ -37,8 +37,13 @@ class Holding:
     drafter: int = 0
     codes: int = 0
     gpu: bool = True
-    what: str = "experts"
+    dense: bool = False
     reserve: int = RESERVE
+
+    @property
+    def what(self) -> str:
+        """What may stay on the host, in words."""
+        return "feed-forward weights" if self.dense else "experts"
 
     def need(self, n_host: int, tokens: int) -> int:
         """Return the bytes for `tokens` tokens of KV, reserve included, with the experts of the first n_host layers on
