@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import CHECK
 
-from pyllama_kvflash.policy.experts import Holding, Placement, place_experts
-from pyllama_kvflash.policy.sizing import CELLS, RESERVE
+from pyllama_kvflash.policy.experts import DENSE_CAP, Holding, Placement, place_experts
+from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE
 
 KIB, MIB = 1 << 10, 1 << 20
 FLOOR, N_CTX, CAP = 1024, 32_768, 4096
@@ -266,6 +266,14 @@ def test_feed_forward_weights_are_called_that() -> None:
     for pool, free in (("auto", 1 << 40), ("auto", gpu.free), (CAP, 1)):
         found = place(replace(gpu, free=free), HOST, pool=pool)
         assert not any("experts" in text for text in (*found.notes, *found.warnings))
+
+
+def test_a_pool_beside_feed_forward_weights_is_smaller_than_beside_experts() -> None:
+    for dense, pool in ((True, DENSE_CAP), (False, AUTO_CAP)):
+        need = RESERVE + (100 + 300 + pool * 16 // 1024) * MIB
+        gpu = replace(GPU, dense=dense, free=need)
+        found = place_experts("auto", [gpu, HOST], pool="auto", n_ctx=1 << 20, floor=FLOOR)
+        assert (found.n_cpu_moe, found.pool) == (3, pool)
 
 
 @pytest.mark.parametrize("request_", ["auto", 1, 4, 99])

@@ -15,7 +15,7 @@ from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.experts import Holding, Placement, place_experts
-from pyllama_kvflash.policy.sizing import AUTO_CAP, BATCH, CELLS, RESERVE
+from pyllama_kvflash.policy.sizing import BATCH, CELLS, RESERVE
 
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # llama.cpp's LLM_FFN_EXPS_REGEX
 _FEED_FORWARD = r"\.ffn_(up|down|gate)\.weight"
@@ -51,7 +51,7 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
         pool=options.pool,
         n_ctx=options.n_ctx * options.n_parallel,
         floor=floor,
-        cap=options.auto_cap or AUTO_CAP,
+        cap=options.auto_cap or 0,
     )
     return replace(found, dense=held[0].dense)
 

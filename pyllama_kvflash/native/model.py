@@ -151,8 +151,9 @@ class Model:
         params.tensor_split = shares if tensor_split else ffi.NULL
         params.no_alloc = no_alloc
         params.load_mtp = mtp
-        if no_alloc:
-            params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # mapping the file would load the weights
+        if no_alloc or (on_host and n_gpu):
+            # mapping the file would load the weights; and those that each batch copies to a GPU are to be pinned
+            params.load_mode = lib.LLAMA_LOAD_MODE_NONE
         state = _Progress(progress or (lambda _: None))
         keep = ffi.new_handle(state)
         params.progress_callback = lib.kvf_on_progress

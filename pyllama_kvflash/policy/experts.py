@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE
 
+DENSE_CAP = 4096  # tokens of an automatic pool beside feed-forward weights: each token reads all of them, 2 ms for a layer in RAM
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -93,7 +95,7 @@ def place_experts(
     pool: int | str,
     n_ctx: int,
     floor: int,
-    cap: int = AUTO_CAP,
+    cap: int = 0,
 ) -> Placement:
     """Decide how many layers keep their experts on the host.
 
@@ -101,10 +103,10 @@ def place_experts(
     holdings: every device that holds part of the model.
     pool: "auto" (at most cap tokens), "off", or tokens.
     floor: the fewest cells that the pool may have.
+    cap: the most tokens of an automatic pool; 0: AUTO_CAP, or DENSE_CAP beside feed-forward weights.
 
     "auto" takes the smallest number of layers with which every GPU holds its part of the weights and of the pool's KV,
-    or of the full cache's KV if the pool is off or covers the context. The host is not checked: its weights are mapped
-    from the file.
+    or of the full cache's KV if the pool is off or covers the context. The host is not checked.
 
     An automatic pool takes half of what the experts leave, and automatic experts would leave what the pool takes. To
     break this circle, the experts make room for a pool of cap tokens (at most the context, at least the floor), and
@@ -126,6 +128,7 @@ def place_experts(
         return Placement(0 if request == "auto" else min(int(request), n_layer), pool, notes=(text,))
     if request != "auto":
         return Placement(min(int(request), n_layer), pool, notes=(_given(int(request), n_layer, gpus),))
+    cap = cap or (DENSE_CAP if gpus[0].dense else AUTO_CAP)
     return _auto([h for h in holdings if h.gpu], n_layer, pool, _rounded(n_ctx), floor, cap)
 
 
