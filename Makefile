@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 # what an installed package depends on; Python files are used where they lie
-SOURCES := pyproject.toml CMakeLists.txt cffi_build.py vendor/llama.cpp.lock vendor/vendor.py \
+SOURCES := pyproject.toml bench/pyproject.toml CMakeLists.txt cffi_build.py vendor/llama.cpp.lock vendor/vendor.py \
            $(wildcard patches/*.patch) $(wildcard pyllama_kvflash/native/src/*)
 
 # what wheel-test tests
@@ -57,7 +57,7 @@ $(VENV)/.tools:
 
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 	@echo "building the native library: some minutes the first time" >&2
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' --editable bench
 	@touch $@
 
 build-cuda:         ## the same with CUDA
@@ -79,7 +79,7 @@ wheel-vulkan:       ## the same with Vulkan: one wheel for any GPU that has a dr
 # with a safe path, what a process of the tests imports is the wheel, too, and not the folder beside them
 wheel-test:         ## all tests on the wheel (WHEEL=, or that in dist/), but for those that build another
 	$(PYTHON) -m venv --clear build/wheel-test
-	build/wheel-test/bin/python -m pip install --quiet --disable-pip-version-check '$(WHEEL)[dev]'
+	build/wheel-test/bin/python -m pip install --quiet --disable-pip-version-check '$(WHEEL)[dev]' ./bench
 	KVFLASH_WHEEL=$(WHEEL) PYTHONPATH=$(CURDIR)/tests PYTHONSAFEPATH=1 build/wheel-test/bin/pytest \
 	    --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --ignore tests/test_fuzz.py $(TESTS)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from pyllama_kvflash.bench.steps import hardware
+from kvflash_bench.steps import hardware
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from pyllama_kvflash.bench.steps import hardware
+from kvflash_bench.steps import hardware
 from pyllama_kvflash.text import n_common
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

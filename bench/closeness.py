@@ -6,8 +6,8 @@ python bench/closeness.py
 import re
 from pathlib import Path
 
-from pyllama_kvflash.bench.figures import kld_figure
-from pyllama_kvflash.bench.kld import KldRow
+from kvflash_bench.figures import kld_figure
+from kvflash_bench.kld import KldRow
 
 DOCS = Path(__file__).parent.parent / "docs"
 START = "| | pool | device KV | prose"  # where the table begins

@@ -24,19 +24,19 @@ from typing import Any
 
 import numpy as np
 
+from kvflash_bench import kld
+from kvflash_bench.long_texts import IN_ORDER, LONG
+from kvflash_bench.prompts import Prompts
+from kvflash_bench.ruler import _grammar, answer
+from kvflash_bench.ruler_texts import make_text
 from pyllama_kvflash import KVFlash, Options
-from pyllama_kvflash.bench import kld
-from pyllama_kvflash.bench.long_texts import IN_ORDER, LONG
-from pyllama_kvflash.bench.prompts import Prompts
-from pyllama_kvflash.bench.ruler import _grammar, answer
-from pyllama_kvflash.bench.ruler_texts import make_text
 from pyllama_kvflash.engine import load_plan
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.policy import coarse
 
 N_SCORE, SEED = 256, 11
 HERE = Path(__file__).parent
-NOVEL = HERE.parent / "pyllama_kvflash/bench/data/moby-dick.txt"
+NOVEL = HERE.parent / "bench/kvflash_bench/data/moby-dick.txt"
 TARGET = {"prose": 300_000, "code": 0}
 FORM_OF = coarse.CoarseForm.of
 

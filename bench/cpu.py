@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from kvflash_bench.grid import cpu_name
 from pyllama_kvflash import KVFlash, Sampling, native
-from pyllama_kvflash.bench.grid import cpu_name
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.native import Sampler
 from pyllama_kvflash.needle import BUNDLED_MODEL

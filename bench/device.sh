@@ -127,6 +127,8 @@ build)
     rm -rf vendor/llama.cpp build
     [ ! -f .dev/tree.tgz ] || tar xzf .dev/tree.tgz -C vendor # .dev/native.tgz needs none
     python3 -m pip install --quiet --no-index --find-links .dev/wheels "${packages[@]}"
+    python3 -c "import pathlib, site
+pathlib.Path(site.getsitepackages()[0], 'kvflash-bench.pth').write_text('$PWD/bench\n')"
     begin=$SECONDS
     if [ -f .dev/native.tgz ]; then
         tar xf .dev/native.tgz -C pyllama_kvflash/native
@@ -170,7 +172,7 @@ wheel)
 installed)
     python3 -m pip install --quiet --no-index --find-links .dev/wheels "${packages[@]}"
     python3 -m pip install --quiet --no-index --no-deps dist/*+cu*.whl
-    export PYTHONSAFEPATH=1 PYTHONPATH=$PWD/tests KVFLASH_WHEEL
+    export PYTHONSAFEPATH=1 PYTHONPATH=$PWD/tests:$PWD/bench KVFLASH_WHEEL
     KVFLASH_WHEEL=$(echo "$PWD"/dist/*+cu*.whl)
     python3 -c 'import pathlib, re
 from pyllama_kvflash import native
@@ -268,7 +270,7 @@ pieces)
 agent)
     mkdir -p $at
     kvflash run -v -p x -n 1 2>&1 | grep load_backend | tee -a $at/agent.md
-    python3 bench/agent.py "$2" -f pyllama_kvflash/bench/data/moby-dick.txt "${@:3}" 2>&1 | tee -a $at/agent.md
+    python3 bench/agent.py "$2" -f bench/kvflash_bench/data/moby-dick.txt "${@:3}" 2>&1 | tee -a $at/agent.md
     results
     ;;
 ruler)
@@ -290,7 +292,7 @@ ruler)
 texts)
     mkdir -p $at
     export OMP_NUM_THREADS=1
-    novel=pyllama_kvflash/bench/data/moby-dick.txt
+    novel=bench/kvflash_bench/data/moby-dick.txt
     cat "$(python3 -c 'import asyncio; print(asyncio.__path__[0])')"/*.py >/tmp/asyncio.py
     timeout "${3:-400}" python3 bench/lossless.py "$2" $novel /tmp/asyncio.py --context 8192 --pool 512 1024 --prompts 26 --ruler 4 \
         --seeds 0 1 2 3 --one-seed --processes 8 >"$at/texts-$(basename "$2").md" 2>&1 || true
@@ -298,7 +300,7 @@ texts)
     ;;
 meter)
     mkdir -p $at
-    timeout "${3:-300}" python3 bench/meter.py "$2" pyllama_kvflash/bench/data/moby-dick.txt --context 16384 --pool 1024 \
+    timeout "${3:-300}" python3 bench/meter.py "$2" bench/kvflash_bench/data/moby-dick.txt --context 16384 --pool 1024 \
         --prompts 4 | tee $at/meter.md
     results
     ;;
@@ -378,7 +380,7 @@ timeline)
 close)
     model=$2 seconds=${3:-500}
     export OMP_NUM_THREADS=1
-    tail -c +300000 pyllama_kvflash/bench/data/moby-dick.txt >/tmp/prose.txt
+    tail -c +300000 bench/kvflash_bench/data/moby-dick.txt >/tmp/prose.txt
     cat "$(python3 -c 'import asyncio; print(asyncio.__path__[0])')"/*.py >/tmp/code.txt
     job() { # folder, then a bench and its options
         mkdir -p "$at/close/$1"
@@ -404,7 +406,7 @@ close)
     ;;
 accepted)
     mkdir -p $at
-    tail -c +300000 pyllama_kvflash/bench/data/moby-dick.txt >/tmp/prose.txt
+    tail -c +300000 bench/kvflash_bench/data/moby-dick.txt >/tmp/prose.txt
     cat "$(python3 -c 'import asyncio; print(asyncio.__path__[0])')"/*.py >/tmp/code.txt
     for context in 16384 30720; do
         timeout "${3:-240}" python3 bench/lossless.py "$2" /tmp/prose.txt /tmp/code.txt --context $context --pool 1024 2048 \
@@ -428,7 +430,7 @@ on-vulkan)
             tar c --exclude='*.so*' --exclude=./.dev --exclude=./.gl --exclude=./build --exclude=./vendor . | tar x -C /tmp/kvflash-vulkan
             tar xf .dev/vk-native.tgz -C /tmp/kvflash-vulkan/pyllama_kvflash/native
             cd /tmp/kvflash-vulkan
-            export PYTHONPATH=$PWD
+            export PYTHONPATH=$PWD:$PWD/bench
         fi
         python3 -c 'from pyllama_kvflash import native; print(*native.devices(), sep="\n")'
         [[ $what != *tests* ]] || python3 -m pytest -q -s -p no:cacheprovider tests/test_vulkan.py tests/test_transfers.py \

@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from kvflash_bench.grid import usual_coarse
+from kvflash_bench.shapes import shape_file
+from kvflash_bench.steps import hardware
 from pyllama_kvflash import KVFlash, Sampling, Token
-from pyllama_kvflash.bench.grid import usual_coarse
-from pyllama_kvflash.bench.shapes import shape_file
-from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.generation import step_together
 from pyllama_kvflash.engine.lossless import Lossless

@@ -20,9 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvflash_bench.shapes import write_shape
+from kvflash_bench.steps import hardware
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.shapes import write_shape
-from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.events import Token
 from pyllama_kvflash.native import Sampling, json_grammar
 

@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[1]
 PARTS: dict[str, tuple[str, ...]] = {
     "product, Python": ("pyllama_kvflash/**/*.py", "cffi_build.py"),
-    "of that, pyllama_kvflash/bench": ("pyllama_kvflash/bench/**/*.py",),
+    "of that, pyllama_kvflash/bench": ("bench/kvflash_bench/**/*.py",),
     "product, C++ and CUDA": ("pyllama_kvflash/native/src/*",),
     "product, web page": ("pyllama_kvflash/serve/static/*",),
     "scripts in bench/": ("bench/*.py", "bench/*.sh"),
@@ -50,7 +50,8 @@ import click
 from pyllama_kvflash.cli import main
 
 def leaves(group):
-    for command in group.commands.values():
+    context = click.Context(group)
+    for command in (group.get_command(context, name) for name in group.list_commands(context)):
         yield from leaves(command) if isinstance(command, click.Group) else [command]
 
 def names(command):

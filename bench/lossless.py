@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvflash_bench.grid import usual_coarse
+from kvflash_bench.prompts import Prompts
+from kvflash_bench.ruler_texts import SAMPLE, TASKS, make_text
+from kvflash_bench.steps import hardware
 from pyllama_kvflash import KVFlash, Sampling, Token
-from pyllama_kvflash.bench.grid import usual_coarse
-from pyllama_kvflash.bench.prompts import Prompts
-from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, make_text
-from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.events import Stats

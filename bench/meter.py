@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from kvflash_bench.grid import usual_coarse
+from kvflash_bench.steps import hardware
 from pyllama_kvflash import KVFlash, Sampling, Token
-from pyllama_kvflash.bench.grid import usual_coarse
-from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.options import Options
 
 

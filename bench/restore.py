@@ -26,9 +26,9 @@ from unittest.mock import patch
 
 import numpy as np
 
+from kvflash_bench.shapes import SHAPES, Shape, shape_file
+from kvflash_bench.steps import decode_steps, hardware
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.shapes import SHAPES, Shape, shape_file
-from pyllama_kvflash.bench.steps import decode_steps, hardware
 from pyllama_kvflash.native import Context, Record
 from pyllama_kvflash.native.checksum import Checksum
 from pyllama_kvflash.native.guests import Guests

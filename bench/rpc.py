@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from kvflash_bench.grid import cpu_name
 from pyllama_kvflash import KVFlash, Sampling
-from pyllama_kvflash.bench.grid import cpu_name
 from pyllama_kvflash.events import Token
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

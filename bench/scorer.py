@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kvflash_bench.grid import machine, markdown
 from pyllama_kvflash import KVFlash, native
-from pyllama_kvflash.bench.grid import machine, markdown
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Qk, View
@@ -188,7 +188,7 @@ def least(f: Callable[[], Any], times: int = 5) -> float:
 
 def plot(points: Iterable[tuple[int, float, float]], path: str) -> None:
     """Seconds by context, the first score and the next ones."""
-    from pyllama_kvflash.bench.plot import figure  # noqa: PLC0415 (only for those who want a picture)
+    from kvflash_bench.plot import figure  # noqa: PLC0415 (only for those who want a picture)
 
     fig = figure(7, 3.6)
     axis = fig.subplots()

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from kvflash_bench.answers import make_text
+from kvflash_bench.steps import hardware
 from pyllama_kvflash import KVFlash, Sampling
-from pyllama_kvflash.bench.answers import make_text
-from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.serve.job import Failed, Finished, Job, Text, Update

@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
+from kvflash_bench.steps import hardware
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.steps import hardware
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.bench.grid import Variant
-from pyllama_kvflash.bench.recall import open_variant
-from pyllama_kvflash.bench.shapes import SHAPES, shape_file
-from pyllama_kvflash.bench.steps import decode_steps, hardware
+from kvflash_bench.grid import Variant
+from kvflash_bench.recall import open_variant
+from kvflash_bench.shapes import SHAPES, shape_file
+from kvflash_bench.steps import decode_steps, hardware
 
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = ("cuda_runtime", "cuda_driver")

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from pyllama_kvflash.bench.shapes import SHAPES, kept_file, write_shape
-from pyllama_kvflash.bench.steps import hardware
+from kvflash_bench.shapes import SHAPES, kept_file, write_shape
+from kvflash_bench.steps import hardware
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from pyllama_kvflash.cli import main
+from pyllama_kvflash.cli import OF_BENCHES, main
 
 TARGET = Path(__file__).with_name("CLI.md")
 
@@ -14,8 +14,8 @@ TARGET = Path(__file__).with_name("CLI.md")
 def render() -> str:
     """Return the page."""
     parts = ["# Command line\n\nMade from `--help` by `make docs`.\n"]
-    for name in ("", *main.commands):
-        command = main.commands[name] if name else main
+    for name in ("", *main.commands, *OF_BENCHES):
+        command = main.get_command(click.Context(main), name) or main
         title = f"kvflash {name}".strip()
         settings: dict[str, Any] = {
             "max_content_width": 100,

@@ -31,10 +31,12 @@ OTHERS = {
 
 def leaves(group: click.Group, *names: str) -> Iterator[tuple[str, click.Command]]:
     """Yield all commands with their names."""
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         if isinstance(command, click.Group):
             yield from leaves(command, *names, name)
-        else:
+        elif command:
             yield " ".join((*names, name)), command
 
 

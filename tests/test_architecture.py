@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "pyllama_kvflash"
+BENCHES = PACKAGE.parent / "bench" / "kvflash_bench"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = Path(__file__).resolve().parent
 TEST_MODULES = sorted(TESTS.rglob("*.py"))
@@ -31,7 +32,7 @@ IO = {
 }
 MAX_LINES = 450
 MAX_TEST_LINES = 650
-WORD_LISTS = {"needle/words.py"}  # data; its logic is 60 lines
+WORD_LISTS = {"pyllama_kvflash/needle/words.py"}  # data; its logic is 60 lines
 
 
 def imports(source: str, module: str, *, package: bool = False) -> set[str]:
@@ -49,7 +50,8 @@ def imports(source: str, module: str, *, package: bool = False) -> set[str]:
 
 
 def imports_of(path: Path) -> set[str]:
-    parts = [PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts]
+    home = BENCHES if path.is_relative_to(BENCHES) else PACKAGE
+    parts = path.relative_to(home.parent).with_suffix("").parts
     package = parts[-1] == "__init__"
     return imports(path.read_text("utf-8"), ".".join(parts[:-1] if package else parts), package=package)
 
@@ -116,7 +118,6 @@ ORDER = [
     "engine",
     "convert",
     "serve",
-    "bench",
     "cli",
     "__main__",
 ]
@@ -143,23 +144,33 @@ def circles(uses: dict[str, set[str]]) -> list[str]:
     return [module for module in uses if module in reach[module]]
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+@pytest.mark.parametrize("package", [PACKAGE, BENCHES], ids=lambda p: p.name)
+def test_no_modules_import_each_other_in_a_circle(package: Path) -> None:
     def name(path: Path) -> str:
-        return ".".join([PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+        return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
 
-    modules = {name(path): path for path in MODULES}
+    modules = {name(path): path for path in sorted(package.rglob("*.py"))}
     uses = {
         module: {
             found if found in modules else found.rpartition(".")[0]
             for found in imports_of(path)
             if found in modules or found.rpartition(".")[0] in modules
         }
-        - {PACKAGE.name, module}
+        - {package.name, module}
         for module, path in modules.items()
-        if module != PACKAGE.name
+        if module != package.name
     }
     assert circles(uses) == []
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+def test_benches_are_a_stranger() -> None:
+    """They import no private name of the product, which imports them in one place, by name."""
+    for path in BENCHES.rglob("*.py"):
+        private = {name for name in imports_of(path) if re.search(r"\._(?!_version__$)", name)}
+        assert private == set(), path
+    for path in modules():
+        assert BENCHES.name not in {name.split(".")[0] for name in imports_of(path)}, path
 
 
 def test_only_native_imports_the_compiled_module() -> None:
@@ -173,7 +184,8 @@ def n_lines(path: Path) -> int:
 
 
 def test_a_module_is_read_in_one_sitting() -> None:
-    long = {str(path.relative_to(PACKAGE)) for path in modules() if n_lines(path) > MAX_LINES}
+    paths = [*modules(), *BENCHES.rglob("*.py")]
+    long = {str(path.relative_to(PACKAGE.parent)) for path in paths if n_lines(path) > MAX_LINES}
     assert long <= WORD_LISTS
 
 
@@ -200,15 +212,22 @@ def test_no_test_imports_another() -> None:
         "gguf_header",
         "fingerprint",
         "registry",
-        "bench.trace",
-        "bench.plot",
         "scorers.crosstok",
     ],
 )
 def test_runs_without_a_compiler(module: str) -> None:
+    assert_imports_without_native(f"pyllama_kvflash.{module}")
+
+
+@pytest.mark.parametrize("module", ["trace", "plot"])
+def test_plots_without_a_compiler(module: str) -> None:
+    assert_imports_without_native(f"kvflash_bench.{module}")
+
+
+def assert_imports_without_native(module: str) -> None:
     """In a fresh interpreter in which nothing of `native` can be imported."""
     blocked = "import sys; sys.modules['pyllama_kvflash.native'] = sys.modules['cffi'] = None; "
-    command = [sys.executable, "-c", f"{blocked}import pyllama_kvflash.{module}"]
+    command = [sys.executable, "-c", f"{blocked}import {module}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -242,7 +261,8 @@ def flags(path: Path) -> list[str]:
 
 def test_only_the_command_line_names_its_options() -> None:
     """A message of the library says `n_ctx`; cli/flags.py puts -c/--ctx-size there. The server is a command, too."""
-    others = [path for path in modules() if part(path) not in ("cli", "serve")]
+    benches = [path for path in BENCHES.rglob("*.py") if path.parent.name != "cli"]
+    others = [path for path in modules() if part(path) not in ("cli", "serve")] + benches
     found = [(path.name, text) for path in others for text in flags(path) if "kvflash run --" not in text]
     found = [(name, text) for name, text in found if "convert_hf_to_gguf.py" not in text]  # llama.cpp's
     assert found == []

@@ -17,13 +17,13 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import benches
 from support.benches import ONE_THREAD, ignore, png, result, stored
 
-from pyllama_kvflash.bench import figures, sweep
-from pyllama_kvflash.bench.demo import QUESTION_ROOM
-from pyllama_kvflash.bench.figures import heat_map, kld_figure
-from pyllama_kvflash.bench.grid import Results, Variant, comma_separated, digest, markdown
-from pyllama_kvflash.bench.kld import KldRow
-from pyllama_kvflash.bench.recall import Oracle, open_variant
-from pyllama_kvflash.bench.sweep import Cell, Row, Sweep
+from kvflash_bench import figures, sweep
+from kvflash_bench.figures import heat_map, kld_figure
+from kvflash_bench.grid import Results, Variant, comma_separated, digest, markdown
+from kvflash_bench.kld import KldRow
+from kvflash_bench.recall import Oracle, open_variant
+from kvflash_bench.sweep import Cell, Row, Sweep
+from pyllama_kvflash.cli.needles import QUESTION_ROOM
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import OutputError, UsageError
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt

@@ -19,13 +19,13 @@ from support.benches import FILES, FORGETFUL, good, invoke, png, refused, result
 from support.changes import BENCHES
 from support.commands import SCRIPT
 
-from pyllama_kvflash.bench import kld, sweep
-from pyllama_kvflash.bench.grid import Results, digest
-from pyllama_kvflash.bench.long_texts import LONG
-from pyllama_kvflash.bench.prompts import Prompts
-from pyllama_kvflash.bench.recall import run_cell
-from pyllama_kvflash.bench.ruler_texts import SAMPLE, make_text
-from pyllama_kvflash.cli.bench import measuring
+from kvflash_bench import kld, sweep
+from kvflash_bench.cli.answers import measuring
+from kvflash_bench.grid import Results, digest
+from kvflash_bench.long_texts import LONG
+from kvflash_bench.prompts import Prompts
+from kvflash_bench.recall import run_cell
+from kvflash_bench.ruler_texts import SAMPLE, make_text
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted
@@ -428,7 +428,7 @@ def test_without_matplotlib_the_tables_are_written(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     res = good("niah", *TINY, *VARIANTS, "-o", str(folder))
     assert {p.name for p in folder.iterdir()} == FILES - {"results.png"}
-    assert "kvflash: warning: plots need matplotlib: pip install 'pyllama-kvflash[plot]'" in res.stderr
+    assert "kvflash: warning: plots need matplotlib: pip install matplotlib" in res.stderr
     assert "wrote" not in res.stderr
     assert "| full | 2/2 | 2/2 |" in res.stdout
 

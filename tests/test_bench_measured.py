@@ -18,13 +18,13 @@ from support.benches import ONE_THREAD, ignore
 from support.changes import BENCHES
 from support.oracles import ON_CPU
 
+from kvflash_bench import kld, recall
+from kvflash_bench.figures import kld_figure
+from kvflash_bench.grid import Results, Variant
+from kvflash_bench.kld import KldSweep, LongTask
+from kvflash_bench.recall import BLAMES, open_variant, run_cell
 from pyllama_kvflash import native
-from pyllama_kvflash.bench import kld, recall
-from pyllama_kvflash.bench.demo import QUESTION_ROOM
-from pyllama_kvflash.bench.figures import kld_figure
-from pyllama_kvflash.bench.grid import Results, Variant
-from pyllama_kvflash.bench.kld import KldSweep, LongTask
-from pyllama_kvflash.bench.recall import BLAMES, open_variant, run_cell
+from pyllama_kvflash.cli.needles import QUESTION_ROOM
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 from pyllama_kvflash.policy import Qk, Scorer

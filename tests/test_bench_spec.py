@@ -20,11 +20,11 @@ from support.changes import BENCHES
 from support.drafting import width_noise
 from support.rounding import Chosen
 
-from pyllama_kvflash.bench import answers as answers_bench
-from pyllama_kvflash.bench import speculation as spec_bench
-from pyllama_kvflash.bench.answers import batch_costs, context, difference, in_turns, make_text
-from pyllama_kvflash.bench.grid import Results
-from pyllama_kvflash.bench.speculation import Cell, Row, SpecBench, Way, agreements, as_markdown, spec_figure, summarise
+from kvflash_bench import answers as answers_bench
+from kvflash_bench import speculation as spec_bench
+from kvflash_bench.answers import batch_costs, context, difference, in_turns, make_text
+from kvflash_bench.grid import Results
+from kvflash_bench.speculation import Cell, Row, SpecBench, Way, agreements, as_markdown, spec_figure, summarise
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UnsupportedError, UsageError

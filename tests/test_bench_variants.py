@@ -13,10 +13,10 @@ from support import benches
 from support.benches import good, invoke
 from support.changes import BENCHES
 
-from pyllama_kvflash.bench import ruler as ruler_bench
-from pyllama_kvflash.bench import ruler_tables
-from pyllama_kvflash.bench.ruler import Ruler
-from pyllama_kvflash.cli.bench import bench
+from kvflash_bench import ruler as ruler_bench
+from kvflash_bench import ruler_tables
+from kvflash_bench.cli.answers import bench
+from kvflash_bench.ruler import Ruler
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.engine import loading
 from pyllama_kvflash.engine.refusals import CODES
@@ -87,7 +87,7 @@ def test_ruler(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, 
     seen: list[Ruler] = []
     monkeypatch.setattr(ruler_bench, "measure", lambda ruler, *_: seen.append(ruler) or iter(()))
     monkeypatch.setattr(ruler_tables, "summarise", lambda *_: [])
-    monkeypatch.setattr(importlib.import_module("pyllama_kvflash.cli.bench"), "picture", lambda *_: None)
+    monkeypatch.setattr(importlib.import_module("kvflash_bench.cli.answers"), "picture", lambda *_: None)
     stderr = good("ruler", str(BUNDLED_MODEL)).stderr
     stderr += good("ruler", str(BUNDLED_MODEL), "--variants", "full,fresh").stderr
     first, second = ([v.label for v in ruler.variants] for ruler in seen)

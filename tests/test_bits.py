@@ -14,8 +14,8 @@ from support import commands
 from support.commands import good, invoke
 from support.runs import HOST
 
+from kvflash_bench.shapes import SHAPES, write_outline
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.shapes import SHAPES, write_outline
 from pyllama_kvflash.engine import loading, planning
 from pyllama_kvflash.engine.bits import LEAST, SMALL_BATCH, choices
 from pyllama_kvflash.engine.need import Need

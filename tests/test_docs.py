@@ -197,7 +197,13 @@ def option_names(command: Any) -> set[str]:
 
 def all_option_names(command: Any) -> set[str]:
     """And those of its commands."""
-    return option_names(command).union(*map(all_option_names, getattr(command, "commands", {}).values()))
+    return option_names(command).union(*map(all_option_names, subcommands(command).values()))
+
+
+def subcommands(command: Any) -> dict[str, Any]:
+    """The commands of a group, by name; a command has none."""
+    names = command.list_commands(None) if hasattr(command, "list_commands") else ()
+    return {name: command.get_command(None, name) for name in names}
 
 
 def unknown_options(text: str, main: Any) -> list[str]:
@@ -207,8 +213,8 @@ def unknown_options(text: str, main: Any) -> list[str]:
         command, known = main, all_option_names(main)
         if words and words[0] == "kvflash":
             rest = iter(words[1:])
-            while hasattr(command, "commands") and (word := next(rest, None)) in command.commands:
-                command = command.commands[word]
+            while (found := subcommands(command)) and (word := next(rest, None)) in found:
+                command = found[word]
             known = all_option_names(command)
         options = [re.split(r"[=,;:)\]|]", word)[0] for word in words if re.match(r"--?[a-zA-Z]", word)]
         if not words or words[0] != "kvflash":  # -x may be anything there

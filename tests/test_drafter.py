@@ -17,7 +17,7 @@ from support.rewritten import rewritten
 from support.runs import GREEDY, Open, check_residency, out, text_of
 
 from pyllama_kvflash import KVFlash, Reselect, Warn
-from pyllama_kvflash.bench.demo import answer_all, positions
+from pyllama_kvflash.cli.needles import answer_all, positions
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model

@@ -21,9 +21,9 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import commands, conversions, formats
 from support.commands import RUNTIME, SCRIPT, Ended, check_error, ended, good, invoke
 
+from kvflash_bench import shapes
+from kvflash_bench.grid import FILES, Results
 from pyllama_kvflash import KVFlash, files
-from pyllama_kvflash.bench import shapes
-from pyllama_kvflash.bench.grid import FILES, Results
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.trace import TraceWriter

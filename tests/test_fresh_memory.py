@@ -19,10 +19,10 @@ from support.commands import NEEDLE_TOKEN_BYTES, POOLED, good, summary
 from support.oracles import ONE_GPU
 from support.runs import BY_SIXTEEN, HOST, TOKENS, Open
 
+from kvflash_bench.control import device_bytes
+from kvflash_bench.device import device_kv
+from kvflash_bench.grid import Variant
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.control import device_bytes
-from pyllama_kvflash.bench.device import device_kv
-from pyllama_kvflash.bench.grid import Variant
 from pyllama_kvflash.cli.figures import closing_details, details, stats_table
 from pyllama_kvflash.engine import memory, placement
 from pyllama_kvflash.engine.loading import probe

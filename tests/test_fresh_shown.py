@@ -14,8 +14,8 @@ from support import commands
 from support.commands import NEEDLE_TOKEN_BYTES, POOLED, good, invoke, rows
 from support.runs import BY_SIXTEEN, HOST, TOKENS, Open, check_residency, feed
 
+from kvflash_bench.trace import read_trace
 from pyllama_kvflash import KVFlash, Paged
-from pyllama_kvflash.bench.trace import read_trace
 from pyllama_kvflash.cli.figures import closing_details, details, stats_table
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.policy import State

@@ -14,8 +14,8 @@ from support import families, tiny
 from support.rewritten import rewritten
 from support.splits import change, split
 
+from kvflash_bench.grid import Variant, setting
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.grid import Variant, setting
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.needle import BUNDLED_MODEL

@@ -15,7 +15,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import commands, refused
 from support.commands import good, invoke
 
-from pyllama_kvflash.bench.shapes import SHAPES, write_outline
+from kvflash_bench.shapes import SHAPES, write_outline
 from pyllama_kvflash.engine import expected, loading, planning
 from pyllama_kvflash.engine.need import DRIVER, Need
 from pyllama_kvflash.engine.offers import SMALL_BATCH, Offer, best

@@ -11,8 +11,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.oracles import ON_GPU
 
+from kvflash_bench.shapes import SHAPES, write_outline
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.shapes import SHAPES, write_outline
 from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import context, pretending

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 from support.changes import BENCHES
 
-from pyllama_kvflash.bench.plot import FORMATS, render, residency_figure
-from pyllama_kvflash.bench.trace import MAX_MOMENTS, read_trace
+from kvflash_bench.plot import FORMATS, render, residency_figure
+from kvflash_bench.trace import MAX_MOMENTS, read_trace
 from pyllama_kvflash.errors import OutputError, UsageError
 
 CHUNK = 64
@@ -472,7 +472,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, save: Callable[[Lin
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"plots need matplotlib: pip install 'pyllama-kvflash\[plot\]'"):
+    with pytest.raises(UsageError, match=r"plots need matplotlib: pip install matplotlib"):
         residency_figure(trace)
 
 

@@ -8,8 +8,8 @@ import pytest
 from support import real
 from support.real import THREADS
 
+from kvflash_bench.ruler_texts import SAMPLE, make_text
 from pyllama_kvflash import Done, KVFlash, Sampling
-from pyllama_kvflash.bench.ruler_texts import SAMPLE, make_text
 from pyllama_kvflash.chat import ChatTemplate
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]

@@ -28,7 +28,7 @@ from support.runs import (
 from support.scorers import Given, oldest, shuffled
 
 from pyllama_kvflash import KVFlash, Paged, Reselect, Sampling
-from pyllama_kvflash.bench.demo import answer_all, positions
+from pyllama_kvflash.cli.needles import answer_all, positions
 from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.policy import Schedule

@@ -15,8 +15,8 @@ from support import commands
 from support.commands import RUNTIME, USAGE, check_error, good, invoke, process
 from support.formats import in_parts
 
+from kvflash_bench.shapes import kept_file
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.bench.shapes import kept_file
 from pyllama_kvflash.cli import fetch, main, roles
 from pyllama_kvflash.convert import source as drafter_source
 from pyllama_kvflash.needle import BUNDLED_MODEL

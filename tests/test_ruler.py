@@ -20,13 +20,13 @@ pytest.importorskip("jinja2")
 
 from support import benches
 
-from pyllama_kvflash.bench import hidden, ruler_tables
-from pyllama_kvflash.bench.figures import ruler_figure
-from pyllama_kvflash.bench.grid import Results, Variant
-from pyllama_kvflash.bench.long_texts import LONG, share_in_order, share_of_fields, share_of_records, share_of_runs
-from pyllama_kvflash.bench.questions import Questions, share_found
-from pyllama_kvflash.bench.ruler import Cell, Ruler, parse_tasks
-from pyllama_kvflash.bench.ruler_texts import GROUPS, SAMPLE, TASKS, make_text
+from kvflash_bench import hidden, ruler_tables
+from kvflash_bench.figures import ruler_figure
+from kvflash_bench.grid import Results, Variant
+from kvflash_bench.long_texts import LONG, share_in_order, share_of_fields, share_of_records, share_of_runs
+from kvflash_bench.questions import Questions, share_found
+from kvflash_bench.ruler import Cell, Ruler, parse_tasks
+from kvflash_bench.ruler_texts import GROUPS, SAMPLE, TASKS, make_text
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.needle import BUNDLED_MODEL
 

@@ -20,16 +20,16 @@ from support import benches
 from support.benches import FILES, good, ignore, invoke, refused, type_examples
 from support.changes import BENCHES
 
-from pyllama_kvflash.bench import kld, ruler_tables
-from pyllama_kvflash.bench import ruler as ruler_bench
-from pyllama_kvflash.bench.control import before_answer, before_prompt
-from pyllama_kvflash.bench.grid import Variant
-from pyllama_kvflash.bench.long_texts import LONG
-from pyllama_kvflash.bench.prompts import Prompts
-from pyllama_kvflash.bench.questions import Question
-from pyllama_kvflash.bench.recall import open_variant
-from pyllama_kvflash.bench.ruler import Cell, Ruler, answer, run_text
-from pyllama_kvflash.bench.ruler_texts import SAMPLE, TASKS, make_text
+from kvflash_bench import kld, ruler_tables
+from kvflash_bench import ruler as ruler_bench
+from kvflash_bench.control import before_answer, before_prompt
+from kvflash_bench.grid import Variant
+from kvflash_bench.long_texts import LONG
+from kvflash_bench.prompts import Prompts
+from kvflash_bench.questions import Question
+from kvflash_bench.recall import open_variant
+from kvflash_bench.ruler import Cell, Ruler, answer, run_text
+from kvflash_bench.ruler_texts import SAMPLE, TASKS, make_text
 from pyllama_kvflash.chat import ChatTemplate
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
@@ -453,7 +453,7 @@ def test_quick_is_a_default_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Ruler] = []
     monkeypatch.setattr(ruler_bench, "measure", lambda ruler, *_: seen.append(ruler) or iter(()))
     monkeypatch.setattr(ruler_tables, "summarise", lambda *_: [])
-    monkeypatch.setattr(importlib.import_module("pyllama_kvflash.cli.bench"), "picture", lambda *_: None)
+    monkeypatch.setattr(importlib.import_module("kvflash_bench.cli.answers"), "picture", lambda *_: None)
     good("ruler", str(BUNDLED_MODEL), "--quick", "--docs", "2")
     good("ruler", str(BUNDLED_MODEL))
     good("ruler", str(BUNDLED_MODEL), "--tasks", "long")

@@ -37,7 +37,7 @@ from support.snapshots import (
 )
 
 from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, as_dict
-from pyllama_kvflash.bench.demo import ask
+from pyllama_kvflash.cli.needles import ask
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL, NeedlePrompt

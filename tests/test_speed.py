@@ -18,13 +18,13 @@ from support.benches import ignore
 from support.oracles import ON_CPU
 from support.speeds import ENGINE, random_tokens
 
-from pyllama_kvflash.bench import shape_tensors, shapes
-from pyllama_kvflash.bench import speed as speed_bench
-from pyllama_kvflash.bench.curves import speed_figure
-from pyllama_kvflash.bench.grid import Results, Variant
-from pyllama_kvflash.bench.shapes import SHAPES, shape_file, write_shape
-from pyllama_kvflash.bench.speed import Cache, Row, Speed, flatness, speed_variant, stop_writing_back, summarise
-from pyllama_kvflash.bench.steps import decode_steps, near, python_loop
+from kvflash_bench import shape_tensors, shapes
+from kvflash_bench import speed as speed_bench
+from kvflash_bench.curves import speed_figure
+from kvflash_bench.grid import Results, Variant
+from kvflash_bench.shapes import SHAPES, shape_file, write_shape
+from kvflash_bench.speed import Cache, Row, Speed, flatness, speed_variant, stop_writing_back, summarise
+from kvflash_bench.steps import decode_steps, near, python_loop
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, OutputError, UsageError
 from pyllama_kvflash.events import Done, Token

@@ -17,11 +17,11 @@ from support.benches import good, invoke, refused, type_examples
 from support.oracles import ON_GPU
 from support.speeds import ENGINE, random_tokens
 
-from pyllama_kvflash.bench import paging as paging_bench
-from pyllama_kvflash.bench import speed as speed_bench
-from pyllama_kvflash.bench.curves import paging_figure
-from pyllama_kvflash.bench.grid import Results
-from pyllama_kvflash.bench.paging import Copies, Measured, Paging, Stream, Swap
+from kvflash_bench import paging as paging_bench
+from kvflash_bench import speed as speed_bench
+from kvflash_bench.curves import paging_figure
+from kvflash_bench.grid import Results
+from kvflash_bench.paging import Copies, Measured, Paging, Stream, Swap
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, NativeError
 from pyllama_kvflash.events import Reselect

@@ -14,7 +14,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support.commands import RUNTIME, check_error, kvflash
 from support.splits import split
 
-from pyllama_kvflash.bench.grid import model_mark
+from kvflash_bench.grid import model_mark
 from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import ModelError
 from pyllama_kvflash.native import Model

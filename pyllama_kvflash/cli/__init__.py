@@ -5,6 +5,8 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -13,23 +15,21 @@ from click.core import ParameterSource
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli import settings
 from pyllama_kvflash.cli.ask import ask
-from pyllama_kvflash.cli.bench import bench
-from pyllama_kvflash.cli.bench_spec import spec
 from pyllama_kvflash.cli.cache import cache
 from pyllama_kvflash.cli.chat import chat
 from pyllama_kvflash.cli.convert import convert_draft
 from pyllama_kvflash.cli.demo import demo
 from pyllama_kvflash.cli.inspect import inspect
 from pyllama_kvflash.cli.plan import plan
-from pyllama_kvflash.cli.plot import plot
 from pyllama_kvflash.cli.run import run
 from pyllama_kvflash.cli.serve import serve
-from pyllama_kvflash.cli.speed import paging, speed
 from pyllama_kvflash.cli.streams import drop_what_fails, refuse_what_is_lost
 from pyllama_kvflash.errors import KVFlashError, UsageError
 from pyllama_kvflash.text import printable
 
 EXIT_RUNTIME, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+OF_BENCHES = ("bench", "plot")
+"""The commands of kvflash_bench, a package of its own that is imported only for these."""
 
 HELP = """Run long prompts through a fixed pool of KV cache.
 
@@ -62,6 +62,14 @@ be loaded, memory or a disk is full, or less memory is allowed than the text tak
 
 class Group(click.Group):
     """A group whose commands end with one sentence and an exit code, never with a traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted([*super().list_commands(ctx), *OF_BENCHES])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a name, None if there is none."""
+        return _of_benches(cmd_name) if cmd_name in OF_BENCHES else super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Find the command. Raises UsageError for a model in its place."""
@@ -105,6 +113,21 @@ class Group(click.Group):
             _fail("out of host memory: use a shorter context, a smaller cache type (-ctk, -ctv) or batch", EXIT_RUNTIME)
 
 
+def _of_benches(name: str) -> click.Command:
+    """Return a command of kvflash_bench; where that is not installed, a command that says so, whatever its arguments."""
+    if find_spec("kvflash_bench"):
+        found: click.Command = getattr(import_module("kvflash_bench.cli"), name)
+        return found
+
+    def refuse() -> None:
+        msg = f"`kvflash {name}` is a package of its own: pip install kvflash-bench"
+        raise UsageError(msg)
+
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    help_text = "Not installed: pip install kvflash-bench."
+    return click.Command(name, anything, refuse, help=help_text, add_help_option=False)
+
+
 def _sentence(err: click.ClickException) -> str:
     """Return an error of click's as our own look: one sentence, and where to read more."""
     what = err.format_message()
@@ -143,10 +166,5 @@ main.add_command(serve)
 main.add_command(demo)
 main.add_command(inspect)
 main.add_command(plan)
-main.add_command(plot)
-main.add_command(bench)
 main.add_command(convert_draft)
 main.add_command(cache)
-bench.add_command(speed)
-bench.add_command(paging)
-bench.add_command(spec)

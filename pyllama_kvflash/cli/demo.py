@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pyllama_kvflash import native
-from pyllama_kvflash.bench.demo import QUESTION_ROOM, Answers, ask_all, positions, read
 from pyllama_kvflash.cli import kinds
 from pyllama_kvflash.cli.memory import mib
+from pyllama_kvflash.cli.needles import QUESTION_ROOM, Answers, ask_all, positions, read
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Prints, reads

@@ -43,7 +43,10 @@ def use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leaves(group: click.Group, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """All commands, each by its names."""
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command
         if isinstance(command, click.Group):
             yield from leaves(command, *names, name)
         else:

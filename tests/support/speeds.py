@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyllama_kvflash.bench import paging as paging_bench
-from pyllama_kvflash.bench import shapes
-from pyllama_kvflash.bench.shapes import shape_file
+from kvflash_bench import paging as paging_bench
+from kvflash_bench import shapes
+from kvflash_bench.shapes import shape_file
 from support.benches import isolate
 
 ENGINE = {"n_threads": 1, "type_k": "q8_0", "type_v": "q8_0", "flash_attn": "on"}

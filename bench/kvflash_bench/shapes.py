@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.bench.shape_tensors import BLOCK, BLOCK_BYTES, Heads, Shape, Tensor, keys, tensors
+from kvflash_bench.shape_tensors import BLOCK, BLOCK_BYTES, Heads, Shape, Tensor, keys, tensors
 from pyllama_kvflash.errors import OutputError, UsageError
 from pyllama_kvflash.files import Replacement
 

@@ -4,14 +4,14 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyllama_kvflash.bench.grid import short
-from pyllama_kvflash.bench.plot import figure
-from pyllama_kvflash.bench.ruler_tables import columns
-from pyllama_kvflash.bench.sweep import Row
+from kvflash_bench.grid import short
+from kvflash_bench.plot import figure
+from kvflash_bench.ruler_tables import columns
+from kvflash_bench.sweep import Row
 
 if TYPE_CHECKING:
-    from pyllama_kvflash.bench.kld import KldRow
-    from pyllama_kvflash.bench.ruler_tables import Row as RulerRow
+    from kvflash_bench.kld import KldRow
+    from kvflash_bench.ruler_tables import Row as RulerRow
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from pyllama_kvflash.bench.grid import cpu_name, machine
+from kvflash_bench.grid import cpu_name, machine
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.events import Paged, Reselect, Warn

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from pyllama_kvflash.bench.plot import FORMATS, render
-from pyllama_kvflash.bench.trace import read_trace
+from kvflash_bench.plot import FORMATS, render
+from kvflash_bench.trace import read_trace
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, writes
 from pyllama_kvflash.errors import OutputError, UsageError
@@ -22,8 +22,6 @@ each layer chooses its own chunks: the more layers hold a chunk, the stronger it
   kvflash run model.gguf -f long.txt --trace run.jsonl
   kvflash plot run.jsonl                    writes run.png
   kvflash plot run.jsonl -o run.svg         or .pdf: sharp at any size
-
-It needs matplotlib: pip install 'pyllama-kvflash[plot]'.
 """
 
 

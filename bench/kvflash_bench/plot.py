@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.bench.trace import Trace
+from kvflash_bench.trace import Trace
 from pyllama_kvflash.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def figure(width: float, height: float, *, constrained: bool = True) -> "Figure"
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (an optional extra)
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError:
-        msg = "plots need matplotlib: pip install 'pyllama-kvflash[plot]'"
+        msg = "plots need matplotlib: pip install matplotlib"
         raise UsageError(msg) from None
     fig = Figure(figsize=(width, height), dpi=_DPI, layout="constrained" if constrained else None)
     FigureCanvasAgg(fig)

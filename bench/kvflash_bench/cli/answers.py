@@ -9,14 +9,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from kvflash_bench import kld as kld_bench
+from kvflash_bench import ruler as ruler_bench
+from kvflash_bench import ruler_tables
+from kvflash_bench import sweep as recall_bench
+from kvflash_bench.figures import heat_map, kld_figure, ruler_figure
+from kvflash_bench.grid import FILES, Results, Variant, refuse_controls
+from kvflash_bench.ruler_texts import GROUPS, SAMPLE
 from pyllama_kvflash import native
-from pyllama_kvflash.bench import kld as kld_bench
-from pyllama_kvflash.bench import ruler as ruler_bench
-from pyllama_kvflash.bench import ruler_tables
-from pyllama_kvflash.bench import sweep as recall_bench
-from pyllama_kvflash.bench.figures import heat_map, kld_figure, ruler_figure
-from pyllama_kvflash.bench.grid import FILES, Results, Variant, refuse_controls
-from pyllama_kvflash.bench.ruler_texts import GROUPS, SAMPLE
 from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.fetch import model_path, named_model
 from pyllama_kvflash.cli.read import read_text

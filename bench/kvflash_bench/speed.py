@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.bench.device import device_kv, device_used
-from pyllama_kvflash.bench.grid import (
+from kvflash_bench.device import device_kv, device_used
+from kvflash_bench.grid import (
     Key,
     Result,
     Results,
@@ -25,8 +25,8 @@ from pyllama_kvflash.bench.grid import (
     setting,
     short,
 )
-from pyllama_kvflash.bench.recall import open_variant
-from pyllama_kvflash.bench.steps import AFTER, WARM_UP, decode_steps, hardware, near, python_loop
+from kvflash_bench.recall import open_variant
+from kvflash_bench.steps import AFTER, WARM_UP, decode_steps, hardware, near, python_loop
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, UsageError
 from pyllama_kvflash.events import Prefill, Warn

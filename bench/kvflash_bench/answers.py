@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.bench.grid import Result, digest
+from kvflash_bench.grid import Result, digest
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, UnsupportedError, UsageError
 from pyllama_kvflash.events import Done, Prefill, Token

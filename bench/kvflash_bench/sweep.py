@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pyllama_kvflash.bench.demo import QUESTION_ROOM
-from pyllama_kvflash.bench.grid import (
+from kvflash_bench.grid import (
     Key,
     Result,
     Results,
@@ -20,7 +19,8 @@ from pyllama_kvflash.bench.grid import (
     setting,
     short,
 )
-from pyllama_kvflash.bench.recall import open_variant, run_cell
+from kvflash_bench.recall import open_variant, run_cell
+from pyllama_kvflash.cli.needles import QUESTION_ROOM
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.needle import NeedlePrompt, make_facts, make_prompt

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.bench.control import control_options
-from pyllama_kvflash.bench.demo import ask, positions
-from pyllama_kvflash.bench.grid import Variant, machine, usual_coarse
+from kvflash_bench.control import control_options
+from kvflash_bench.grid import Variant, machine, usual_coarse
+from pyllama_kvflash.cli.needles import ask, positions
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.needle import NeedlePrompt

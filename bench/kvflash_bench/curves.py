@@ -4,10 +4,10 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from pyllama_kvflash.bench.grid import short
-from pyllama_kvflash.bench.paging import Copies, Measured, Stream
-from pyllama_kvflash.bench.plot import figure
-from pyllama_kvflash.bench.speed import Row
+from kvflash_bench.grid import short
+from kvflash_bench.paging import Copies, Measured, Stream
+from kvflash_bench.plot import figure
+from kvflash_bench.speed import Row
 
 _FULL, _PLAIN = "#555555", "#999999"
 _OUT, _IN, _STEP = "#4477aa", "#e0702a", "#4477aa"

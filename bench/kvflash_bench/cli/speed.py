@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
+from kvflash_bench import paging as paging_bench
+from kvflash_bench import shapes
+from kvflash_bench import speed as speed_bench
+from kvflash_bench.cli.answers import Numbers, feasible, measuring, picture, reads_scorer_models, results_folder
+from kvflash_bench.curves import paging_figure, speed_figure
+from kvflash_bench.grid import Results, model_mark
 from pyllama_kvflash import native
-from pyllama_kvflash.bench import paging as paging_bench
-from pyllama_kvflash.bench import shapes
-from pyllama_kvflash.bench import speed as speed_bench
-from pyllama_kvflash.bench.curves import paging_figure, speed_figure
-from pyllama_kvflash.bench.grid import Results, model_mark
 from pyllama_kvflash.cli import kinds, params
-from pyllama_kvflash.cli.bench import Numbers, feasible, measuring, picture, reads_scorer_models, results_folder
 from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.report import Reporter

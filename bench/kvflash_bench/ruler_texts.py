@@ -16,9 +16,9 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 
-from pyllama_kvflash.bench.hidden import NOISE, Niah, among, different, letters
-from pyllama_kvflash.bench.long_texts import LONG
-from pyllama_kvflash.bench.questions import Build, Count, Given, Question, Questions, Task, fit
+from kvflash_bench.hidden import NOISE, Niah, among, different, letters
+from kvflash_bench.long_texts import LONG
+from kvflash_bench.questions import Build, Count, Given, Question, Questions, Task, fit
 from pyllama_kvflash.errors import UsageError
 
 SAMPLE = Path(__file__).parent / "data" / "moby-dick.txt"

@@ -20,7 +20,7 @@ from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import devices, why_unloadable
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.registry import check_not_removed, policy_names
+from pyllama_kvflash.registry import policy_names
 from pyllama_kvflash.scorers.factory import BY_MODEL
 from pyllama_kvflash.scorers.reader import find_scorer_model
 from pyllama_kvflash.text import to_json
@@ -61,7 +61,6 @@ class Variant:
         The option answer=full makes it a control. Raises UsageError.
         """
         policy, *parts = text.split("/")
-        check_not_removed(policy)
         known = ("full", "oracle", *policy_names())
         if policy not in known:
             msg = f"{policy!r} in {text!r} is not a policy: there are {', '.join(known)}"

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean, stdev
 
-from pyllama_kvflash.bench.control import CONTROL_NOTE
-from pyllama_kvflash.bench.grid import Result, Results, comma_separated, command, markdown, short
-from pyllama_kvflash.bench.long_texts import IN_ORDER
-from pyllama_kvflash.bench.ruler import Cell, Ruler
-from pyllama_kvflash.bench.ruler_texts import GROUPS
+from kvflash_bench.control import CONTROL_NOTE
+from kvflash_bench.grid import Result, Results, comma_separated, command, markdown, short
+from kvflash_bench.long_texts import IN_ORDER
+from kvflash_bench.ruler import Cell, Ruler
+from kvflash_bench.ruler_texts import GROUPS
 
 Found = dict[tuple[str, int], Result]
 """Results by task and seed."""

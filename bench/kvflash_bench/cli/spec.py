@@ -4,12 +4,12 @@ from typing import Any
 
 import click
 
+from kvflash_bench import speculation as spec_bench
+from kvflash_bench.answers import TEXTS
+from kvflash_bench.cli.answers import Numbers, measuring, picture, results_folder
+from kvflash_bench.grid import Results
 from pyllama_kvflash import native
-from pyllama_kvflash.bench import speculation as spec_bench
-from pyllama_kvflash.bench.answers import TEXTS
-from pyllama_kvflash.bench.grid import Results
 from pyllama_kvflash.cli import kinds, params
-from pyllama_kvflash.cli.bench import Numbers, measuring, picture, results_folder
 from pyllama_kvflash.cli.fetch import model_path
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads
@@ -74,7 +74,6 @@ OPTIONS = params.options(
     click.option("-fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="auto", show_default=True,
                  help="Flash attention."),
     params.COMPUTE,
-    *params.gone("--kvflash-chunk"),
 )  # fmt: skip
 
 _OWN = ("kinds", "n_max", "texts", "lengths", "questions", "pool", "rounds")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pyllama_kvflash.bench.questions import Build, Given, Question, Questions
+from kvflash_bench.questions import Build, Given, Question, Questions
 from pyllama_kvflash.needle.words import KEY_ADJECTIVES, KEY_NOUNS
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pyllama_kvflash.bench.questions import Question, Questions
+from kvflash_bench.questions import Question, Questions
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Model, Tokens
 

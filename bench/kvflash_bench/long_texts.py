@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from pyllama_kvflash.bench.hidden import (
+from kvflash_bench.hidden import (
     Niah,
     among,
     depths,
@@ -25,7 +25,7 @@ from pyllama_kvflash.bench.hidden import (
     word_pairs,
     words_from,
 )
-from pyllama_kvflash.bench.questions import Build, Given, Question, Questions, Score, Task
+from kvflash_bench.questions import Build, Given, Question, Questions, Score, Task
 from pyllama_kvflash.needle.words import PLACES
 
 

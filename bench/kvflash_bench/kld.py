@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.bench.control import CONTROL_NOTE, before_answer, before_prompt, device_bytes
-from pyllama_kvflash.bench.grid import (
+from kvflash_bench.control import CONTROL_NOTE, before_answer, before_prompt, device_bytes
+from kvflash_bench.grid import (
     Key,
     Result,
     Results,
@@ -24,9 +24,9 @@ from pyllama_kvflash.bench.grid import (
     model_mark,
     setting,
 )
-from pyllama_kvflash.bench.prompts import Prompts
-from pyllama_kvflash.bench.recall import open_variant
-from pyllama_kvflash.bench.ruler_texts import make_text
+from kvflash_bench.prompts import Prompts
+from kvflash_bench.recall import open_variant
+from kvflash_bench.ruler_texts import make_text
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Warn

@@ -10,7 +10,7 @@ The context is made with a pool that holds all (recall.open_variant), and the pr
 from contextlib import suppress
 from typing import Any
 
-from pyllama_kvflash.bench.grid import Variant
+from kvflash_bench.grid import Variant
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.options import Options

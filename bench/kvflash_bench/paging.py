@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.bench.grid import Results, comma_separated, command, markdown, short
-from pyllama_kvflash.bench.steps import WARM_UP, Steps, decode_steps, hardware, near
+from kvflash_bench.grid import Results, comma_separated, command, markdown, short
+from kvflash_bench.steps import WARM_UP, Steps, decode_steps, hardware, near
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.loading import load
 from pyllama_kvflash.errors import UsageError
@@ -84,7 +84,7 @@ class Paging:
         if self.pool < floor:
             msg = f"a pool of {self.pool} tokens (`pool`) is too small to page: give at least {floor}"
             raise UsageError(msg)
-        room = self.n_block - usual.sinks - usual.tail - 1  # one stays free for the chunk that begins next
+        room = self.n_block - usual.shape.sinks - usual.tail - 1  # one stays free for the chunk that begins next
         if self.n_swap > room:
             msg = (
                 f"{self.n_swap} chunks cannot be swapped (`n_swap`) in a pool of {self.n_pool} tokens: at most {room}, or"

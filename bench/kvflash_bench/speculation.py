@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pyllama_kvflash.bench.answers import COUNTS, TEXTS, OnPrefill, batch_costs, context, difference, in_turns
-from pyllama_kvflash.bench.grid import (
+from kvflash_bench.answers import COUNTS, TEXTS, OnPrefill, batch_costs, context, difference, in_turns
+from kvflash_bench.grid import (
     Key,
     Result,
     Results,
@@ -19,8 +19,8 @@ from pyllama_kvflash.bench.grid import (
     setting,
     short,
 )
-from pyllama_kvflash.bench.plot import figure
-from pyllama_kvflash.bench.steps import hardware
+from kvflash_bench.plot import figure
+from kvflash_bench.steps import hardware
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.options import SPEC_KINDS, Options, Spec

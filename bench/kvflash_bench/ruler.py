@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.bench.control import before_answer, before_prompt
-from pyllama_kvflash.bench.grid import Key, Result, Results, Variant, digest, machine, model_mark, setting
-from pyllama_kvflash.bench.prompts import Prompts
-from pyllama_kvflash.bench.questions import Question, Questions
-from pyllama_kvflash.bench.recall import open_variant
-from pyllama_kvflash.bench.ruler_texts import GROUPS, make_text, task_named
+from kvflash_bench.control import before_answer, before_prompt
+from kvflash_bench.grid import Key, Result, Results, Variant, digest, machine, model_mark, setting
+from kvflash_bench.prompts import Prompts
+from kvflash_bench.questions import Question, Questions
+from kvflash_bench.recall import open_variant
+from kvflash_bench.ruler_texts import GROUPS, make_text, task_named
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Token, Warn
