@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 
 # what an installed package depends on; Python files are used where they lie
 SOURCES := pyproject.toml bench/pyproject.toml CMakeLists.txt cffi_build.py vendor/llama.cpp.lock vendor/vendor.py \
-           $(wildcard patches/*.patch) $(wildcard pyllama_kvflash/native/src/*)
+           $(wildcard patches/*.patch) $(wildcard pyllama_kvflash/native/src/*.h pyllama_kvflash/native/src/*/*)
 
 # what wheel-test tests
 WHEEL ?= $(filter-out $(wildcard dist/*+*),$(wildcard dist/*_$(shell uname -m).whl))
@@ -87,7 +87,7 @@ lint: build         ## formatting, ruff, mypy, clang-format
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror pyllama_kvflash/native/src/*.cpp pyllama_kvflash/native/src/*.h tests/native/*.cpp
+	$(BIN)/clang-format --dry-run --Werror pyllama_kvflash/native/src/*.h pyllama_kvflash/native/src/*/*.cpp pyllama_kvflash/native/src/*/*.h tests/native/*.cpp
 
 format: build       ## format the Python code
 	$(BIN)/ruff format .

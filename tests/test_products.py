@@ -1,4 +1,4 @@
-"""Products with codes, by each set of instructions that kvflash-products.cpp has loops for, are numpy's to the last bit."""
+"""Products with codes, by each set of instructions that coarse/products.cpp has loops for, are numpy's to the last bit."""
 
 import ctypes
 import os

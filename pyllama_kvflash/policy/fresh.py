@@ -41,7 +41,7 @@ _SEGMENT_UNITS, _WORD_BITS = 256, 32
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
     """What a GPU takes of its memory, beside codes, to attend to them and to choose guests: the pieces that
-    native/src/kvflash-gpu.cpp and kvflash-gpu-coarse.cpp take.
+    native/src/guests/gpu.cpp and coarse/gpu-coarse.cpp take.
 
     heads: of all layers, wherever they are. n_ctx: positions of a sequence. n_seq: sequences. n_pool: cells of the pool.
     """

@@ -1,9 +1,9 @@
 // The kernels by which layers choose on a GPU, on the CPU: see cuda/ggml-cuda/common.cuh. tests/support/kernels.py builds
 // it.
 
-#include "kvflash-attend.cu"
-#include "kvflash-encode.cu"
-#include "kvflash-fresh.cu"
+#include "coarse/attend.cu"
+#include "coarse/encode.cu"
+#include "guests/fresh.cu"
 
 static ggml_backend_cuda_context context;
 

@@ -1,6 +1,6 @@
-// the loops of kvflash-products.cpp, each by its name, for tests/test_products.py
+// the loops of coarse/products.cpp, each by its name, for tests/test_products.py
 
-#include "kvflash-products.cpp"
+#include "coarse/products.cpp"
 
 // of the i-th set of instructions; null behind the last one
 extern "C" const char * loops_name(uint32_t i) { return i < std::size(LOOPS) ? LOOPS[i].name : nullptr; }

@@ -1,4 +1,4 @@
-"""Codes of rows in numpy, from their bytes: what native/src/kvflash-codes.h says of them, written a second time."""
+"""Codes of rows in numpy, from their bytes: what native/src/coarse/codes.h says of them, written a second time."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -29,17 +29,18 @@ def build_kernels(folder: Path, changes: Mapping[str, Callable[[str], str]] = Ma
         ("MOST_PART = 128", "MOST_PART = 4"),
         ("MOST_ROW_PART = 1024", "MOST_ROW_PART = 32"),
     )
-    small = {"kvflash-choose.cuh": fewer[:1], "kvflash-gpu.h": fewer[1:]}
+    small = {"guests/choose.cuh": fewer[:1], "guests/gpu.h": fewer[1:]}
     library = folder / "kernels.so"
     for source in (
-        *SOURCES.glob("kvflash-*.cu*"),
-        SOURCES / "kvflash-gpu.h",
-    ):  # what a file includes is looked for beside it first
-        text = source.read_text()
-        for old, new in small.get(source.name, ()):
+        *SOURCES.glob("*/*.cu*"),
+        SOURCES / "guests/gpu.h",
+    ):  # this folder comes before that of the sources
+        name, text = str(source.relative_to(SOURCES)), source.read_text()
+        for old, new in small.get(name, ()):
             assert old in text
             text = text.replace(old, new)
-        (folder / source.name).write_text(changes.get(source.name, str)(text))
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(changes.get(name, str)(text))
     options = ["-std=c++17", "-O2", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-fPIC", "-shared"]
     options.append(
         "-ffp-contract=off"

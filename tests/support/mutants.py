@@ -25,7 +25,7 @@ class Mutant:
     @property
     def source(self) -> str:
         """Its file, as git names it."""
-        return f"{asan.NATIVE}/kvflash-{self.file}.cpp"
+        return f"{asan.NATIVE}/{self.file}.cpp"
 
     def is_hidden_by(self, changes: Changes | None) -> bool:
         """Whether it may no longer be found, after these changes, or after unknown ones."""
@@ -41,7 +41,7 @@ class Mutant:
 
     def apply(self, folder: Path) -> None:
         """Write the changed file to a folder."""
-        (folder / Path(self.source).name).write_text(self.changed())
+        (folder / f"{self.file}.cpp").write_text(self.changed())
 
 
 SEEDS = ("4", "5", "9")  # small chunks, large pools: the first seed finds most mutants
@@ -51,93 +51,101 @@ CODES, FOUR_BITS = (("--steps", "100", "--coarse", bits) for bits in ("32", "4")
 
 MUTANTS = [
     # placement
-    Mutant("rows are placed one too far", "pool", "block*n_chunk + pos%n_chunk", "block*n_chunk + (pos + 1)%n_chunk"),
-    Mutant("used blocks are given out", "pool", "b_next < n_block(kv) && !is_free(kv, b_next)", "false"),
-    Mutant("two chunks share a block", "pool", "block = b_next++;", "block = b_next;"),
-    Mutant("a chunk ends a row too late", "pool", "it->first >= p0 +", "it->first > p0 +"),
-    Mutant("one row in a block is none", "pool", "!cells.is_empty(block*kv.pool_chunk + i)", "i > 0 && $"),
-    Mutant("the next context is pooled, too", "pool", "scope::~scope() { g_setup = nullptr;", "scope::~scope() {"),
+    Mutant(
+        "rows are placed one too far", "pool/pool", "block*n_chunk + pos%n_chunk", "block*n_chunk + (pos + 1)%n_chunk"
+    ),
+    Mutant("used blocks are given out", "pool/pool", "b_next < n_block(kv) && !is_free(kv, b_next)", "false"),
+    Mutant("two chunks share a block", "pool/pool", "block = b_next++;", "block = b_next;"),
+    Mutant("a chunk ends a row too late", "pool/pool", "it->first >= p0 +", "it->first > p0 +"),
+    Mutant("one row in a block is none", "pool/pool", "!cells.is_empty(block*kv.pool_chunk + i)", "i > 0 && $"),
+    Mutant("the next context is pooled, too", "pool/pool", "scope::~scope() { g_setup = nullptr;", "scope::~scope() {"),
     # records
     Mutant(
         "rows go to and come from the next block",
-        "move",
+        "pool/move",
         "r.dev + block*r.size",
         "r.dev + (block ^ 1)*r.size",
     ),
     Mutant(
         "the last row is not copied",
-        "record",
+        "pool/record",
         "ggml_row_size(layer.k->type, layer.k->ne[0])*kv.pool_chunk); if",
         "ggml_row_size(layer.k->type, layer.k->ne[0])*(kv.pool_chunk - 1)); if",
     ),
     Mutant(
         "the last layer is not copied",
-        "record",
+        "pool/record",
         LAYERS,
         "for (const auto & layer : kv.layers) { if (&layer == &kv.layers.back()) { break; } add(",
     ),
     Mutant(
         "K and V change places",
-        "record",
+        "pool/record",
         LAYERS,
         "for (auto layer : kv.layers) { std::swap(layer.k, layer.v); add(",
     ),
     Mutant(
         "a column is not copied",
-        "record",
+        "pool/record",
         "i < layer.v->ne[0]; ++i",
         "i < layer.v->ne[0] - 1; ++i",
         options=("--no-fa",),
     ),
     Mutant(
         "layers share the rows of the first",
-        "record",
+        "pool/record",
         LAYERS,
         "for (const auto & each : kv.layers) { (void) each; const auto & layer = kv.layers[0]; add(",
     ),
-    Mutant("records of other types are taken", "record", "got.type_k != want.type_k", "false"),
-    Mutant("metadata is not cleared", "record", "memset(dst, 0, meta_bytes(kv));", ""),
-    Mutant("records of other models are taken", "record", "got.fingerprint != want.fingerprint", "false"),
+    Mutant("records of other types are taken", "pool/record", "got.type_k != want.type_k", "false"),
+    Mutant("metadata is not cleared", "pool/record", "memset(dst, 0, meta_bytes(kv));", ""),
+    Mutant("records of other models are taken", "pool/record", "got.fingerprint != want.fingerprint", "false"),
     # paging
-    Mutant("a drop forgets the last row", "record", "cells.rm(idx);", "if (i + 1 < kv.pool_chunk) { $ }"),
+    Mutant("a drop forgets the last row", "pool/record", "cells.rm(idx);", "if (i + 1 < kv.pool_chunk) { $ }"),
     Mutant(
         "a page-in moves positions",
-        "record",
+        "pool/record",
         "chunk*(llama_pos) kv.pool_chunk + i);",
         "chunk*(llama_pos) kv.pool_chunk + i + 1);",
     ),
-    Mutant("a page-in fills up a chunk", "record", "if (rec.mask & (1ull << i))", "if (true)"),
-    Mutant("a page-in forgets the tokens", "record", "cells.ext_set(idx, ext);", ""),
-    Mutant("a page-in overwrites a chunk", "record", "if (!is_free(kv, block))", "if (false)"),
-    Mutant("used blocks are scribbled on", "record", "if (!is_free(kv, b)) { continue; }", ""),
+    Mutant("a page-in fills up a chunk", "pool/record", "if (rec.mask & (1ull << i))", "if (true)"),
+    Mutant("a page-in forgets the tokens", "pool/record", "cells.ext_set(idx, ext);", ""),
+    Mutant("a page-in overwrites a chunk", "pool/record", "if (!is_free(kv, block))", "if (false)"),
+    Mutant("used blocks are scribbled on", "pool/record", "if (!is_free(kv, b)) { continue; }", ""),
     # copies under way
-    Mutant("a block may be used while a chunk lands", "pool", "mover(kv).is_landing(block) ||", ""),
-    Mutant("a chunk lands twice", "record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),
-    Mutant("queries lie upon each other", "move", "to += r.size;", ""),
-    Mutant("clear leaves what is landing", "decode", "llama_kvflash::mover(*kv).landings.clear();", ""),
-    Mutant("the width of the graph is made up", "record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
+    Mutant("a block may be used while a chunk lands", "pool/pool", "mover(kv).is_landing(block) ||", ""),
+    Mutant("a chunk lands twice", "pool/record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),
+    Mutant("queries lie upon each other", "pool/move", "to += r.size;", ""),
+    Mutant("clear leaves what is landing", "api/decode", "llama_kvflash::mover(*kv).landings.clear();", ""),
+    Mutant("the width of the graph is made up", "pool/record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
     # summaries
-    Mutant("a share is of one chunk's own", "score", "dst[c] += sums[c] / all;", "dst[c] += sums[c];"),
-    Mutant("a row counts as one key", "score", "res[g] = res[g] * scale + count;", "res[g] = res[g] * scale;"),
-    Mutant("the last query alone counts", "score", "dst[c] = std::max(dst[c], mine[c]);", "dst[c] = mine[c];"),
+    Mutant("a share is of one chunk's own", "pool/score", "dst[c] += sums[c] / all;", "dst[c] += sums[c];"),
+    Mutant("a row counts as one key", "pool/score", "res[g] = res[g] * scale + count;", "res[g] = res[g] * scale;"),
+    Mutant("the last query alone counts", "pool/score", "dst[c] = std::max(dst[c], mine[c]);", "dst[c] = mine[c];"),
     Mutant(
-        "all layers have the first one's scale", "relevance", "q[i], n_q, scales[i], dst", "q[i], n_q, scales[0], dst"
+        "all layers have the first one's scale",
+        "api/relevance",
+        "q[i], n_q, scales[i], dst",
+        "q[i], n_q, scales[0], dst",
     ),
     Mutant(
-        "an edge has a key too many", "score", "if (t < n_edge) { sums[1] += e; }", "if (t <= n_edge) { sums[1] += e; }"
+        "an edge has a key too many",
+        "pool/score",
+        "if (t < n_edge) { sums[1] += e; }",
+        "if (t <= n_edge) { sums[1] += e; }",
     ),
-    Mutant("the last keys are all keys", "score", "if (t >= k.n - n_edge) { sums[2] += e; }", "sums[2] += e;"),
+    Mutant("the last keys are all keys", "pool/score", "if (t >= k.n - n_edge) { sums[2] += e; }", "sums[2] += e;"),
     # the sliding window
     Mutant(
         "a window is packed",
-        "window",
+        "pool/window",
         "bool own = head.size == kv.get_size();",
         "bool own = false;",
         model="gemma4",
     ),
     Mutant(
         "a window's columns are all the first",
-        "window",
+        "pool/window",
         "ggml_backend_tensor_set(t, in + from, at, n);",
         "ggml_backend_tensor_set(t, in, at, n);",
         model="gemma4",
@@ -145,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "the size of a window is believed",
-        "window",
+        "pool/window",
         "size != sizeof(head) + head.n_cell",
         "size > (1u << 30) + head.n_cell",
         model="gemma4",
@@ -153,50 +161,56 @@ MUTANTS = [
     # codes
     Mutant(
         "all segments have the first one's mean",
-        "codes",
+        "coarse/codes",
         "mean(u * UNIT / SEGMENT, h)",
         "mean(0, h)",
         options=CODES,
     ),
     Mutant(
         "queries are spread as those of the first head",
-        "codes",
+        "coarse/codes",
         "x[i] * spread[(size_t) head * d + i]",
         "x[i] * spread[i]",
         options=CODES,
     ),
     Mutant(
         "scales come back in the slot of the first head",
-        "codes",
+        "coarse/codes",
         "memcpy(scales.data() + slot(u, h) * UNIT",
         "memcpy(scales.data() + slot(u, 0) * UNIT",
         options=FOUR_BITS,
     ),
-    Mutant("a tile ends with its last unit", "codes", "GGML_PAD(n_unit, TILE)", "n_unit", options=FOUR_BITS),
+    Mutant("a tile ends with its last unit", "coarse/codes", "GGML_PAD(n_unit, TILE)", "n_unit", options=FOUR_BITS),
     Mutant(
         "a unit is in the pool and outside",
-        "fresh",
+        "guests/fresh",
         "s.common[pos / UNIT] = 1;",
         "s.common[pos / UNIT] = pos / UNIT != 1;",
         options=CODES,
     ),
     Mutant(
-        "guests outlive their codes", "fresh", "if (unit >= (int32_t) s.n_unit()) { unit = -1; }", "", options=CODES
+        "guests outlive their codes",
+        "guests/fresh",
+        "if (unit >= (int32_t) s.n_unit()) { unit = -1; }",
+        "",
+        options=CODES,
     ),
-    Mutant("codes outlive their positions", "args", "fresh->truncate(seq, p);", "", options=CODES),
-    Mutant("rows do not come with a table", "slots", "fetching && units[slot] >= 0", "false", options=FOUR_BITS),
+    Mutant("codes outlive their positions", "api/args", "fresh->truncate(seq, p);", "", options=CODES),
+    Mutant("rows do not come with a table", "guests/slots", "fetching && units[slot] >= 0", "false", options=FOUR_BITS),
     # the C API
     Mutant(
         "a shortage is not reported",
-        "decode",
+        "api/decode",
         "case NO_ROOM: throw kvf_failure(KVF_E_NO_BLOCK",
         "case NO_ROOM: break; case 99: throw kvf_failure(KVF_E_NO_BLOCK",
     ),
-    Mutant("an old error stays", "guard", "g_error.clear();", ""),
-    Mutant("the mirror forgets a position less", "decode", "kv.seq_rm(seq, p0, p1);", "kv.seq_rm(seq, p0, p1 - 1);"),
+    Mutant("an old error stays", "api/guard", "g_error.clear();", ""),
+    Mutant(
+        "the mirror forgets a position less", "api/decode", "kv.seq_rm(seq, p0, p1);", "kv.seq_rm(seq, p0, p1 - 1);"
+    ),
     Mutant(
         "a failed rollback is not reported",
-        "decode",
+        "api/decode",
         "!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)",
         "$ && false",
         model="qwen35",
@@ -204,27 +218,34 @@ MUTANTS = [
     # panes
     Mutant(
         "a layer comes a row too short",
-        "panes",
+        "exact/panes",
         "copy(l, from, pos, true);",
         "copy(l, from, pos > 0 ? pos - 1 : 0, true);",
     ),
-    Mutant("a layer stays in another one's pane", "panes", "{ load(order[i].layer); }", "{}"),
+    Mutant("a layer stays in another one's pane", "exact/panes", "{ load(order[i].layer); }", "{}"),
     Mutant(
         "a pane is taken for what it was before",
-        "panes",
+        "exact/panes",
         "pane.holds == layer ? std::min(pane.n, pos) : 0",
         "std::min(pane.n, pos)",
     ),
-    Mutant("rows that were forgotten are kept", "panes", "pane.n = std::min(pane.n, pos);\n        }\n    }\n}", "}}}"),
-    Mutant("new rows are not written", "panes", "copy(l, pos, pos + n, false);", ""),
-    Mutant("V goes to another place", "panes", "host + l.offs_v + first * row_v", "host + l.offs_k + first * row_v"),
+    Mutant(
+        "rows that were forgotten are kept",
+        "exact/panes",
+        "pane.n = std::min(pane.n, pos);\n        }\n    }\n}",
+        "}}}",
+    ),
+    Mutant("new rows are not written", "exact/panes", "copy(l, pos, pos + n, false);", ""),
+    Mutant(
+        "V goes to another place", "exact/panes", "host + l.offs_v + first * row_v", "host + l.offs_k + first * row_v"
+    ),
     Mutant(
         "the cells of earlier positions are empty",
-        "exact",
+        "exact/exact",
         "cells.seq_add(i, seq);\n    }\n    kv.v_heads",
         "}\n    kv.v_heads",
     ),
-    Mutant("a record says too few positions", "exact", "mask |= 1ull << i;", "mask |= 1ull << (i / 2);"),
+    Mutant("a record says too few positions", "exact/exact", "mask |= 1ull << i;", "mask |= 1ull << (i / 2);"),
 ]
 
 
@@ -233,7 +254,7 @@ MUTANTS = [
 #
 
 SHARED = (
-    r"CMakeLists\.txt|patches/.*|vendor/llama\.cpp\.lock|.*/kvflash[\w-]*\.h"
+    r"CMakeLists\.txt|patches/.*|vendor/llama\.cpp\.lock|pyllama_kvflash/native/src/.*\.h"
     r"|tests/(native/fuzz\.cpp|test_fuzz\.py|support/(asan|changes|mutants|tiny)\.py)"
 )
 """What finds mutants, and what all of our C++ includes or is compiled into: a change there may hide any of them."""

@@ -301,7 +301,7 @@ LLAMA_API int kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, c
         size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
 
 //
-// guests: blocks of a pool in which each layer holds units of 16 positions of its own choice (kvflash-fresh.h). The choice
+// guests: blocks of a pool in which each layer holds units of 16 positions of its own choice (guests/fresh.h). The choice
 // is made in the graph, by the queries of each ubatch, among all positions that have codes. n_embd_k must be
 // n_head_kv*n_embd_head_k
 //
@@ -351,7 +351,7 @@ LLAMA_API int kvf_place_guests(struct llama_context * ctx, llama_seq_id seq, con
 
 // the calls below need a context again
 
-// the state that no chunk holds: a sliding window with the places of its cells (kvflash-window.cpp), or what is recurrent,
+// the state that no chunk holds: a sliding window with the places of its cells (pool/window.cpp), or what is recurrent,
 // as upstream's "partial only" sequence state
 LLAMA_API int kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
 LLAMA_API int kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);

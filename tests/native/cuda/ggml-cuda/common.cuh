@@ -1,6 +1,6 @@
 #pragma once
 
-// CUDA as far as kvflash-fresh.cu uses it, on the CPU: the same source, compiled as C++ with this folder before ggml's own,
+// CUDA as far as guests/fresh.cu uses it, on the CPU: the same source, compiled as C++ with this folder before ggml's own,
 // is tested where there is no GPU. Each thread of a block is a fiber. All fibers are of one thread of the system: one runs
 // until it waits for others. A block that waits for other blocks (__nanosleep) lets them run, and takes its shared memory
 // along.
@@ -278,7 +278,7 @@ inline const uint32_t (&kvf_operands(uint32_t a0, uint32_t a1, uint32_t a2, uint
     return w.words[round];
 }
 
-// a product of kvflash-attend.cuh: words have n_value values each, of which value(word, k) is one
+// a product of coarse/attend.cuh: words have n_value values each, of which value(word, k) is one
 template <typename T, typename F>
 inline void kvf_multiply_by(T (&d)[4], const uint32_t (&words)[32][6], uint32_t n_value, const F & value) {
     const uint32_t lane = fibers::now->now % 32;

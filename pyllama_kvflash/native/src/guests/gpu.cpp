@@ -1,0 +1,269 @@
+// guests in a GPU's memory (guests/fresh.cu), see guests/fresh.h
+
+#include "guests/gpu-chooser.h"
+
+#include "llama-graph.h"
+
+namespace {
+
+kvf_kernels * g_host_kernels = nullptr;
+
+// the words of an ask, as an input of the graph
+struct ask_input : llm_graph_input_i {
+    ask_input(const kvf_gpu_chooser & chooser, ggml_tensor * words, uint32_t n_token) :
+        chooser(chooser), words(words), n_token(n_token) {}
+
+    void set_input(const llama_ubatch *) override {
+        auto ask = chooser.ask();
+        chooser.add_tokens(ask, n_token);
+        ggml_backend_tensor_set(words, ask.data(), 0, ask.size() * sizeof(int32_t));
+    }
+    bool can_reuse(const llm_graph_params &) override { return true; }
+
+    const kvf_gpu_chooser & chooser;
+    ggml_tensor *           words;
+    const uint32_t          n_token;
+};
+
+} // namespace
+
+kvf_kernels * kvf_kernels_of(ggml_backend_buffer_t buf) {
+    auto *     dev  = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
+    auto *     reg  = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
+    const auto find = reg ? (kvf_kernels * (*) ()) ggml_backend_reg_get_proc_address(reg, "kvflash_gpu") : nullptr;
+    return find ? find() : ggml_backend_buffer_is_host(buf) ? g_host_kernels : nullptr;
+}
+
+void kvf_set_host_kernels(const void * gpu) { g_host_kernels = (kvf_kernels *) gpu; }
+
+kvf_gpu_chooser::kvf_gpu_chooser(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer_t buf) :
+    fresh(fresh), gpu(gpu), buft(ggml_backend_buffer_get_type(buf)), n_seq(fresh.sequences.size()), records(n_seq) {
+    const auto all = lay_out();
+    for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
+        layers.push_back(of_layer(all, i));
+    }
+    for (const auto & l : layers) {
+        if (!gpu.fits(l, fixed.at())) {
+            throw kvf_failure(KVF_E_UNSUPPORTED, format("a block of this GPU cannot choose among the %d tokens of the pool",
+                                                         (int) (l.n_slot * kvf_fresh::UNIT)));
+        }
+    }
+    const std::vector<int32_t> none(layers.size() * n_seq * all.n_slot, -1);
+    gpu.upload(all_guests[0].table, none.data(), none.size() * sizeof(int32_t));
+    gpu.upload(fixed.at(at_guests), all_guests.data(), all_guests.size() * sizeof(all_guests[0]));
+
+    // a tensor that is there already: what is computed "in its place" is computed on its device
+    view.type   = GGML_TYPE_F32;
+    view.buffer = fixed.buf.get();
+    view.data   = fixed.at();
+    view.ne[0] = view.ne[1] = view.ne[2] = view.ne[3] = 1;
+    view.nb[0] = view.nb[1] = view.nb[2] = view.nb[3] = sizeof(float);
+}
+
+// take the fixed memory. returns what all layers have in common
+kvf_gpu_layer kvf_gpu_chooser::lay_out() {
+    const uint32_t n_layer = fresh.layers.size(), n_block = fresh.n_cell / fresh.n_chunk;
+    const uint32_t each   = fresh.n_chunk / kvf_fresh::UNIT;
+    uint32_t       n_head = 0;
+    for (const auto & l : fresh.layers) {
+        n_head = std::max(n_head, l.info.n_head);
+    }
+    n_record = (fresh.its.n_ctx + fresh.n_chunk - 1) / fresh.n_chunk;
+
+    kvf_gpu_layer res = {};
+    res.n_chunk       = fresh.n_chunk;
+    res.n_slot        = n_block * each;
+    res.n_exchange    = fresh.its.n_exchange;
+    res.ask           = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * each};
+
+    kvf_gpu_places in;
+    const auto     at_lse     = in.take(sizeof(float) * res.ask.n_asker * n_head * res.ask.n_unit);
+    const auto     at_parts   = in.take(2 * sizeof(float) * res.ask.n_asker * n_head * KVF_GPU_PARTS);
+    const auto     at_shares  = in.take(sizeof(int32_t) * n_seq * res.ask.n_unit);
+    const auto     at_tops    = in.take(sizeof(int32_t) * n_seq * (res.ask.n_unit / 4 + 1));
+    const auto     at_moves   = in.take(sizeof(kvf_move) * res.n_slot);
+    const auto     at_n_moves = in.take(sizeof(uint32_t));
+    const auto     at_counts  = in.take(2 * sizeof(uint64_t));
+    const auto     at_table   = in.take(sizeof(int32_t) * n_layer * n_seq * res.n_slot);
+    at_records                = in.take(sizeof(void *) * n_seq * n_record);
+    at_blocks                 = in.take(sizeof(int32_t) * n_block);
+    at_guests                 = in.take(sizeof(kvf_gpu_guests) * n_layer * n_seq);
+    fixed                     = kvf_gpu_memory(buft, in.end);
+
+    for (uint32_t i = 0; i < n_layer * n_seq; ++i) {
+        all_guests.push_back({(int32_t *) fixed.at(at_table) + (size_t) i * res.n_slot,
+                (const char * const *) fixed.at(at_records) + (size_t) (i % n_seq) * n_record});
+    }
+    res.lse       = (float *) fixed.at(at_lse);
+    res.parts     = (float *) fixed.at(at_parts);
+    res.keys      = (int32_t *) fixed.at(at_shares);
+    res.tops      = (int32_t *) fixed.at(at_tops);
+    res.moves     = (kvf_move *) fixed.at(at_moves);
+    res.n_moves   = (uint32_t *) fixed.at(at_n_moves);
+    res.n_fetched = (uint64_t *) fixed.at(at_counts);
+    res.n_arrived = (uint32_t *) fixed.at(at_counts) + 2;
+    res.n_met     = res.n_arrived + 1;
+    return res;
+}
+
+kvf_gpu_layer kvf_gpu_chooser::of_layer(const kvf_gpu_layer & all, uint32_t i) const {
+    constexpr uint32_t UNIT = kvf_fresh::UNIT;
+
+    const auto & l    = fresh.layers[i];
+    const auto   size = [&](const ggml_tensor * t) { return UNIT * ggml_row_size(t->type, t->ne[0]); };
+
+    kvf_gpu_layer res = all;
+    res.n_head        = l.info.n_head;
+    res.n_head_kv     = l.info.n_head_kv;
+    res.d             = l.info.n_embd_head_k;
+    res.cap           = l.cap;
+    res.k             = {(char *) l.k->data, size(l.k), 1, 0, l.info.offs_k, 0};
+    if (l.v && !fresh.v_trans) { res.v = {(char *) l.v->data, size(l.v), 1, 0, l.info.offs_v, 0}; }
+    if (l.v && fresh.v_trans) {
+        const size_t el = ggml_type_size(l.v->type);
+        res.v = {(char *) l.v->data, UNIT * el, (uint32_t) l.v->ne[0], fresh.n_cell * el, l.info.offs_v, fresh.n_chunk * el};
+    }
+    res.guests = (const kvf_gpu_guests *) fixed.at(at_guests) + i * n_seq;
+    return res;
+}
+
+const char * kvf_gpu_chooser::device_record(const void * record) {
+    auto & res = seen[record];
+    if (!res) { res = gpu.pinned((const char *) record); }
+    kvf_check(res, "records have to be in pinned memory");
+    return res;
+}
+
+void kvf_gpu_chooser::cover(llama_seq_id seq) {
+    const auto & hosts = fresh.of(seq).records;
+    auto &       had   = records[seq];
+    const size_t n_had =
+            std::mismatch(had.begin(), had.begin() + std::min(had.size(), hosts.size()), hosts.begin()).first - had.begin();
+
+    std::vector<const char *> more;
+    for (size_t i = n_had; i < hosts.size(); ++i) {
+        more.push_back(device_record(hosts[i]));
+    }
+    if (!more.empty()) {
+        gpu.upload(
+                fixed.at(at_records + (seq * n_record + n_had) * sizeof(void *)), more.data(), more.size() * sizeof(void *));
+    }
+    had = hosts;
+    seen.clear();
+    gpu.wait(fixed.at());
+}
+
+//
+// guests
+//
+
+std::vector<int32_t> kvf_gpu_chooser::table(llama_seq_id seq, uint32_t layer) {
+    std::vector<int32_t> res(fresh.n_slot(fresh.of(seq)));
+    if (!res.empty()) { gpu.download(res.data(), guests(seq, layer).table, res.size() * sizeof(int32_t)); }
+    return res;
+}
+
+void kvf_gpu_chooser::keep(llama_seq_id seq, uint32_t n) {
+    const size_t each = layers[0].n_slot * sizeof(int32_t);
+    char *       from = (char *) guests(seq, 0).table + n * sizeof(int32_t);
+    if (n < layers[0].n_slot) { gpu.fill(from, -1, each * n_seq, each - n * sizeof(int32_t), layers.size()); }
+}
+
+void kvf_gpu_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetching) {
+    const auto &          s = fresh.of(seq);
+    const uint32_t        n = fresh.n_slot(s);
+    std::vector<int32_t>  all(layers[layer].n_slot, -1);
+    std::vector<kvf_move> moves;
+    std::copy_n(units, n, all.begin());
+    gpu.upload(guests(seq, layer).table, all.data(), all.size() * sizeof(int32_t));
+    for (uint32_t slot = 0; fetching && slot < n; ++slot) {
+        if (units[slot] >= 0) { moves.push_back({slot, (uint32_t) units[slot]}); }
+    }
+    if (moves.empty()) { return; }
+
+    const uint32_t n_move = moves.size();
+    const auto &   l      = layers[layer];
+    gpu.upload(l.moves, moves.data(), n_move * sizeof(kvf_move));
+    gpu.upload(l.n_moves, &n_move, sizeof(n_move));
+    gpu.upload(fixed.at(at_blocks), s.blocks.data(), s.blocks.size() * sizeof(int32_t));
+    gpu.fetch(l, seq, (const int32_t *) fixed.at(at_blocks));
+    gpu.wait(fixed.at());
+}
+
+uint64_t kvf_gpu_chooser::n_fetched() {
+    uint64_t res = 0;
+    gpu.download(&res, layers[0].n_fetched, sizeof(res));
+    return res;
+}
+
+//
+// a ubatch
+//
+
+std::vector<int32_t> kvf_gpu_chooser::ask() const {
+    using A = kvf_gpu_ask;
+
+    const A &            shape = layers[0].ask;
+    std::vector<int32_t> res(shape.size(), 0);
+    for (size_t seq = 0; seq < n_seq; ++seq) {
+        const auto & s  = fresh.sequences[seq];
+        int32_t *    to = res.data() + A::LEN + A::LEN_ASKER * shape.n_asker + seq * shape.seq_size();
+        if (!s.n_fill && s.tokens.empty()) { continue; }
+
+        // fewer ask where many sequences do
+        const size_t room = std::max<size_t>(1, shape.n_asker / n_seq), n = s.n_fill ? std::min(room, s.asking.size()) : 0;
+        for (size_t i = 0; i < n; ++i) {
+            const uint32_t row   = s.asking[(i + 1) * s.asking.size() / n - 1].first;
+            int32_t *      asker = res.data() + A::LEN + A::LEN_ASKER * res[A::N_ASKER]++;
+            asker[A::SEQ]        = seq;
+            asker[A::ROW]        = row;
+        }
+        to[A::N_UNIT]    = s.n_unit();
+        to[A::N_FILL]    = s.n_fill;
+        int32_t * blocks = to + A::LEN_SEQ;
+        std::copy(s.blocks.begin(), s.blocks.end(), blocks);
+
+        // common cells: positions one after the other in a block
+        int32_t * common = blocks + shape.n_block;
+        for (const auto & [pos, cell] : s.cells) {
+            int32_t * last = common + A::LEN_COMMON * (to[A::N_COMMON] - 1);
+            if (to[A::N_COMMON] && pos % fresh.n_chunk && last[A::CELL] + last[A::N] == cell &&
+                    last[A::FIRST] + last[A::N] == pos) {
+                last[A::N]++;
+                continue;
+            }
+            int32_t * next = common + A::LEN_COMMON * to[A::N_COMMON]++;
+            next[A::CELL]  = cell;
+            next[A::FIRST] = pos;
+            next[A::N]     = 1;
+        }
+        auto * bits = (uint32_t *) common + A::LEN_COMMON * shape.n_block;
+        for (uint32_t u = 0; u < s.n_unit(); ++u) {
+            bits[u / 32] |= (uint32_t) s.common[u] << u % 32;
+        }
+    }
+    return res;
+}
+
+bool kvf_gpu_chooser::add_words(ggml_context * ctx, llm_graph_result * res, uint32_t n_token) {
+    words = nullptr;
+    for (const auto & input : res->inputs) {
+        auto * known = dynamic_cast<ask_input *>(input.get());
+        if (known && &known->chooser == this) { words = known->words; }
+    }
+    if (words) { return false; }
+    words = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, layers[0].ask.size() + n_token * n_token_word());
+    ggml_set_input(words);
+    ggml_set_name(words, "fresh_ask");
+    res->add_input(std::make_unique<ask_input>(*this, words, n_token));
+    return true;
+}
+
+ggml_tensor * kvf_gpu_chooser::add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer,
+        void (*launch)(ggml_tensor *, void *), void * userdata, std::vector<ggml_tensor *> args) {
+    auto * node = ggml_custom_inplace(
+            ctx, &view, args.data(), args.size(), (ggml_custom_op_t) launch, kvf_gpu::LAUNCHES, userdata);
+    ggml_format_name(node, "fresh_%s-%u", name, layer);
+    ggml_build_forward_expand(gf, node);
+    return node;
+}
