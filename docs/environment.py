@@ -15,9 +15,9 @@ HEAD = """# Environment variables
 Made from the options of the commands by `make docs`.
 
 An option that is typed takes precedence over its variable. Each option has one variable, and each variable sets one
-option: llama.cpp's own options have llama.cpp's variables, all others `KVFLASH_` and the option's name. A former name
-that is set is an error that says the new one. Options about the input and output of one run have no variable, nor do
-those for which llama.cpp has none. A flag is set by 1, and left out by 0.
+option: llama.cpp's own options have llama.cpp's variables, all others `KVFLASH_` and the option's name. Options
+about the input and output of one run have no variable, nor do those for which llama.cpp has none. A flag is set by 1,
+and left out by 0.
 """
 
 OTHERS = {

@@ -11,7 +11,7 @@ from pyllama_kvflash.policy import Scorer, n_queries
 from pyllama_kvflash.policy.coarse import CHOICES
 from pyllama_kvflash.policy.fresh import EXCHANGE
 from pyllama_kvflash.policy.sizing import AUTO_CAP, PoolShape, n_pinned, pinned_chunks
-from pyllama_kvflash.registry import check_not_removed, policy_names
+from pyllama_kvflash.registry import policy_names
 
 CHUNKS = (16, 32, 64)
 FLASH_ATTN = ("auto", "on", "off")
@@ -219,7 +219,6 @@ class Options:
     def _check_policy(self) -> None:
         check_choice(self.chunk, CHUNKS, "chunk")
         if isinstance(self.policy, str):
-            check_not_removed(self.policy)
             check_choice(self.policy, policy_names(), "policy")
         elif isinstance(self.policy, type) or not isinstance(self.policy, Scorer):
             msg = f"`policy` is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"

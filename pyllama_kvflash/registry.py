@@ -2,12 +2,7 @@
 
 from importlib.metadata import EntryPoint, entry_points
 
-from pyllama_kvflash.errors import UsageError
-
 BUILT_IN = ("auto", "fresh", "qk", "qk-cos", "lru", "drafter", "crosstok")
-
-REMOVED = {"qk-zmax": "give qk, which keeps more of what an answer needs, or leave the policy out"}
-"""Removed policies, each with what to do instead."""
 
 GROUP = "pyllama_kvflash.scorers"
 """Group of entry points, each of which names a callable without arguments that returns a Scorer."""
@@ -16,13 +11,6 @@ GROUP = "pyllama_kvflash.scorers"
 def policy_names() -> tuple[str, ...]:
     """Return all names that `policy` takes, the built-in ones first."""
     return (*BUILT_IN, *sorted(registered().keys() - set(BUILT_IN)))
-
-
-def check_not_removed(name: str) -> None:
-    """Raise UsageError for a policy that was removed."""
-    if name in REMOVED:
-        msg = f"`policy` {name!r} was removed: {REMOVED[name]}"
-        raise UsageError(msg)
 
 
 def registered() -> dict[str, EntryPoint]:

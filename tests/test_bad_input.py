@@ -27,7 +27,6 @@ from support.commands import (
 )
 from support.oracles import ON_GPU
 
-from pyllama_kvflash.cli.removed import OPTIONS
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", reason="signals, limits and /dev")]
@@ -101,9 +100,6 @@ environment = commands.environment
             ("--kvflash-policy", "'best'", "auto, fresh, qk, qk-cos, lru, drafter, crosstok"),
         ),
         (("--set", "swaps=-1"), ("swaps is -1",)),
-        (("--kvflash-policy", "qk-zmax"), ("--kvflash-policy 'qk-zmax' was removed: give qk, ",)),
-        *(((name, "4"), (f"{name} was removed: ", "; leave it out")) for name in OPTIONS),
-        *(((f"{name}=x",), (f"{name} was removed: ", "; leave it out")) for name in OPTIONS),
         (("--set", "scorer_pool=0"), ("scorer_pool is 0",)),
         (("--set", "pins=0:-1"), ("pin 0:-1", "give")),
         (("--set", "pins=0:some"), ("--set pins", "'some'")),

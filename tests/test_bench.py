@@ -64,12 +64,6 @@ def test_variant_of_no_policy(text: str) -> None:
     assert repr(text) in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["qk-zmax", "qk-zmax/replay=0"])
-def test_a_variant_of_what_was_removed(text: str) -> None:
-    with pytest.raises(UsageError, match=r"was removed: .*leave the policy out$"):
-        Variant.parse(text)
-
-
 @pytest.mark.parametrize("part", ["", "replay", "replays=1", "=1", "x=1", "__class__=1", "replay =1"])
 def test_variant_with_no_option(part: str) -> None:
     with pytest.raises(UsageError, match="is not an option: give name=value") as error:

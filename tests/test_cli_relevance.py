@@ -20,7 +20,6 @@ from support.commands import NEEDLE_TOKEN_BYTES, POOLED, SHORT, good, invoke, pr
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
-from pyllama_kvflash.cli.removed import OPTIONS
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
 
@@ -135,16 +134,6 @@ def test_relevance_options_by_environment(long_file: Path, monkeypatch: pytest.M
     assert summary("-f", str(long_file), *POOLED, "-n", "1", "--kvflash-policy", "qk")["policy"] == "qk"
     monkeypatch.delenv("KVFLASH_POLICY")
     assert summary("-f", str(long_file), *POOLED, "-n", "1")["policy"] == "fresh"
-    monkeypatch.setenv("KVFLASH_TAU", "2")
-    res = invoke("run", "-f", str(long_file), *POOLED, "-n", "1")
-    assert (res.exit_code, res.stdout) == (2, "")
-    assert "--kvflash-tau was removed: " in res.stderr
-
-
-@pytest.mark.parametrize("command", ["run", "chat", "serve", "inspect"])
-def test_help_has_no_option_that_was_removed(command: str) -> None:
-    text = good(command, "--help").stdout
-    assert not [name for name in OPTIONS if name in text]
 
 
 @pytest.mark.parametrize("by", ["option", "environment"])

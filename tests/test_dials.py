@@ -1,4 +1,4 @@
-"""The options of all commands: their environment variables, and those that were removed."""
+"""The options of all commands: their environment variables, and llama.cpp's that they leave out."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import commands
 from support.commands import USAGE, check_error, good, invoke, summary
 
-from pyllama_kvflash.cli import flags, main, params, removed, roles, settings
+from pyllama_kvflash.cli import flags, main, params, roles, settings
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Rope, Sampling
 from pyllama_kvflash.options import Options, Spec
@@ -77,32 +77,17 @@ def test_help_has_groups(command: str) -> None:
 
 
 #
-# removed
+# llama.cpp's that are not here
 #
 
 
-def test_every_removed_option_is_known_to_a_command() -> None:
-    hidden = {name for names in COMMANDS for option in options(*names) if option.hidden for name in option.opts}
-    assert hidden - SHORT - TAKEN == {*removed.OPTIONS, *removed.MOVED, *removed.SET, *removed.NEEDLESS}
-
-
 @pytest.mark.parametrize("names", POOLED, ids=" ".join)
-def test_a_removed_option_is_told_by_what_to_do(names: tuple[str, ...]) -> None:
-    for option in options(*names):
-        if option.hidden and option.opts[0] not in SHORT | TAKEN:
-            sentence = check_error(invoke(*names, option.opts[0], "1"), USAGE)
-            assert sentence == f"kvflash: error: {removed.option(option.opts[0])}"
-
-
-def test_what_is_given_instead_can_be_set() -> None:
-    known = settings.settable(COMMANDS["run",])
-    for now in removed.MOVED.values():
-        assert now.removeprefix("--set ").partition("=")[0] in known
-
-
-def test_a_removed_option_is_told_of_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFLASH_OPENING", "8")
-    assert fault() == "kvflash: error: --kvflash-opening was removed: give --set opening=N"
+def test_an_option_that_only_llama_cpp_has_is_told_by_what_to_do(names: tuple[str, ...]) -> None:
+    hidden = {name for option in options(*names) if option.hidden for name in option.opts}
+    assert hidden - SHORT - TAKEN == set(params.NOT_HERE)
+    for name, what in params.NOT_HERE.items():
+        sentence = check_error(invoke(*names, name, "1"), USAGE)
+        assert sentence == f"kvflash: error: {name} is not an option here: {what}"
 
 
 @pytest.mark.parametrize(
@@ -294,29 +279,11 @@ def test_the_address_of_the_server_is_not_its_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_a_bad_value_names_the_variable_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of one who set KVFLASH_HOST for the server's address, which is LLAMA_ARG_HOST now."""
+    """As of one who set KVFLASH_HOST for the server's address, which is LLAMA_ARG_HOST."""
     monkeypatch.setenv("KVFLASH_HOST", "0.0.0.0")
     check_error(
         invoke("serve"), USAGE, "--kvflash-host (the environment variable KVFLASH_HOST): '0.0.0.0' is not a size"
     )
-
-
-@pytest.mark.parametrize("name", removed.VARIABLES)
-def test_a_former_variable_is_told_by_its_new_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """An option is not left at its default in silence, least of all the API key."""
-    now = removed.VARIABLES[name]
-    mine = [names for names in COMMANDS if any(option.envvar == now for option in options(*names))]
-    assert mine
-    monkeypatch.setenv(name, "1")
-    sentence = check_error(invoke(*mine[-1]), USAGE)
-    assert sentence == f"kvflash: error: the environment variable {name} was renamed: set {now} instead"
-    monkeypatch.setenv(name, "")
-    assert "was renamed" not in invoke(*mine[-1], "--help").stderr
-
-
-def test_a_former_variable_of_another_command_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFLASH_API_KEY", "secret")
-    assert "KVFLASH_API_KEY" not in invoke("run", "-p", "Hello", "-n", "-5").stderr
 
 
 def test_the_page_of_variables_is_up_to_date() -> None:

@@ -232,12 +232,6 @@ def test_a_policy_decides_what_is_left_out(options: type["Options"], policy: str
 
 
 @pytest.mark.native
-def test_a_removed_policy_says_what_to_do(options: type["Options"]) -> None:
-    with pytest.raises(UsageError, match=r"^`policy` 'qk-zmax' was removed: give qk, .*$"):
-        options(policy="qk-zmax")
-
-
-@pytest.mark.native
 def test_options_cannot_be_changed_unchecked(options: type["Options"]) -> None:
     made = options()
     with pytest.raises(AttributeError):

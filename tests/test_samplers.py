@@ -453,6 +453,9 @@ def test_settings_of_the_command_line(setting: str, words: tuple[str, ...]) -> N
         ("--typical", "typical_p"),
         ("--dry-sequence-breaker", "dry_sequence_breakers"),
         ("--ignore-eos", "ignore_eos"),
+        ("--presence-penalty", "presence_penalty"),
+        ("--logit-bias", "logit_bias"),
+        ("-l", "logit_bias"),
     ],
 )
 def test_options_of_llama_cpp_are_settings(option: str, field: str) -> None:

@@ -25,7 +25,6 @@ PREFIX_CACHE = params.options(
                  help="Folder that keeps what was read, 20 GiB at most (--set cache.size); what begins as a text that is there"
                  " is not read again. off: none.  [default: ~/.cache/kvflash/prefix, for 8 KB or more that took 10 s to"
                  " read; without a GPU --kvflash auto takes a pool then]"),
-    *params.gone("--prefix-cache-size"),
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pyllama_kvflash.registry import check_not_removed, policy_names
+from pyllama_kvflash.registry import policy_names
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -104,8 +104,7 @@ class Policy(click.ParamType[str]):
     name = "policy"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check the name, or fail with the names that there are. Raises UsageError for one that there was."""
-        check_not_removed(value)
+        """Check the name, or fail with the names that there are."""
         if value not in policy_names():
             self.fail(f"{value!r} is not a policy: there are {', '.join(policy_names())}", param, ctx)
         return str(value)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from pyllama_kvflash.cli import removed, settings
+from pyllama_kvflash.cli import settings
 from pyllama_kvflash.cli.kinds import ByteSize, HostLayers, Layers, Policy, Servers, Split, TokenCount
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.roles import Declared, Harmless, Reads, TextOrFile, reads
@@ -131,23 +131,30 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _EXACT = "exactly"  # the parameter of --kvflash-exact
 
 
-def gone(*names: str) -> list[Callable[[Any], Any]]:
-    """Return options that were removed, which help does not show: a value is an error that says what to do now."""
-    return [_gone(name) for name in names]
+_CHOOSE_GPUS = (
+    "set CUDA_VISIBLE_DEVICES=0,1 in the environment, or give --set split_mode=none --set main_gpu=N for one GPU"
+)
+
+NOT_HERE = {
+    "-sm": "give --set split_mode=none for one GPU; layer is the default, and row is not run",
+    "-mg": "give --set split_mode=none --set main_gpu=N",
+    "-dev": _CHOOSE_GPUS,
+    "--device": _CHOOSE_GPUS,
+    "--mlock": "a model's file is mapped, and stays in memory while it is used; leave it out",
+}
+"""Options of llama.cpp that kvflash does not have, each with what to do. Undeclared, -sm and -mg would be read as -s m and -m g."""
 
 
-def _gone(name: str) -> Callable[[Any], Any]:
-    says = removed.option(name)
+def _not_here(name: str) -> Callable[[Any], Any]:
+    """Return a hidden option: a value is an error that says what to do."""
+    says = f"{name} is not an option here: {NOT_HERE[name]}"
 
     def refuse(_ctx: click.Context, _param: click.Parameter, value: Any) -> None:
-        if value is not None and value is not False:
+        if value:
             raise UsageError(says)
 
-    own = name.strip("-").removeprefix("kvflash-").replace("-", "_")
-    had = name.startswith(("--kvflash-", "--qk-", "--scorer-", "--draft-", "--spec-"))
-    variable = f"KVFLASH_{own.upper()}" if had else None
     return click.option(
-        name, f"gone_{own}", hidden=True, expose_value=False, envvar=variable, callback=refuse, help=says,
+        name, f"not_here_{name.strip('-')}", hidden=True, expose_value=False, callback=refuse, help=says,
         is_flag=name == "--mlock", default=None,
     )  # fmt: skip
 
@@ -295,9 +302,7 @@ POOL = options(
                  " model's attention (crosstok: through its own tokenizer). lru: the most recent ones. qk-cos: a published"
                  " formula, for comparison. Packages can register more."),
     settings.OPTION,
-    *gone(*removed.OPTIONS, *(name for name in removed.MOVED if name.startswith(("--kvflash-", "--pin-", "--scorer-")))),
-    *gone("--draft-scorer", "--draft-pool", *removed.SET),
-    *gone(*removed.NEEDLESS),
+    *map(_not_here, NOT_HERE),
     click.option("--jinja", is_flag=True, hidden=True, expose_value=False, help="llama.cpp's; templates are always rendered so."),
 )  # fmt: skip
 
@@ -313,7 +318,6 @@ SPEC = options(
     click.option("--draft-max", "--spec-draft-n-max", "spec_n_max", type=int, default=0, envvar=env("SPEC_DRAFT_N_MAX"),
                  help="Most tokens to draft.  [default: 1 to 8, as many as pay]  `kvflash bench"
                  " spec --draft-max 3,6,8` compares."),
-    *gone("--draft-p-min", "--draft-window", "--spec-gate", "--spec-sustain"),
 )  # fmt: skip
 
 SAMPLING = options(
@@ -328,5 +332,4 @@ SAMPLING = options(
                  type=TextOrFile(is_schema), default=None,
                  help="JSON schema (https://json-schema.org) to constrain the answer, {} for any JSON, or a file with one."),
     click.option("-s", "--seed", type=int, default=-1, show_default=True, help="Seed, -1: a random one."),
-    *gone("--repeat-last-n", "--presence-penalty", "--frequency-penalty", "-l", "--logit-bias"),
 )  # fmt: skip

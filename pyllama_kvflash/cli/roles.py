@@ -2,14 +2,13 @@
 
 import errno
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pyllama_kvflash.cli import removed
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.errors import KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.files import Uses, is_stream, kind_of, model_parts, standard_stream
@@ -134,7 +133,7 @@ class Harmless(Role):
 
 
 class Command(click.Command):
-    """A command that does not run if it would write over a file that it needs, or if a former variable is set."""
+    """A command that does not run if it would write over a file that it needs."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does. Raises UsageError with the names that the command line has."""
@@ -144,7 +143,6 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Compare all files that the options name, then run. Raises UsageError."""
         with self._spelled():
-            refuse_former_variables({param.envvar for param in self.params})
             for param in self.params:
                 value = ctx.params.get(param.name or "")
                 if isinstance(param.type, Role) and value is not None:
@@ -177,16 +175,6 @@ class Command(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
-
-
-def refuse_former_variables(known: Container[object]) -> None:
-    """Raise UsageError for a former environment variable: ignored, it would leave an option at its default.
-
-    known: variables that the command has now.
-    """
-    for name, now in removed.VARIABLES.items():
-        if now in known and os.environ.get(name):
-            raise UsageError(removed.variable(name))
 
 
 def reads(name: str, *paths: str | Path) -> None:

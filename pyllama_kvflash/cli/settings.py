@@ -71,6 +71,9 @@ _LLAMA_CPP = {
     "dynatemp_exp": "dynatemp_exponent",
     "mirostat_lr": "mirostat_eta",
     "mirostat_ent": "mirostat_tau",
+    "l": "logit_bias",
+    "draft_p_min": "p_min",
+    "spec_draft_p_min": "p_min",
 }
 """Options of llama.cpp whose name is not the field's."""
 
