@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import gguf
 
-from kvflash_bench.grid import markdown
 from kvflash_bench.shape_tensors import Shape
 from kvflash_bench.shapes import SHAPES, write_outline
+from kvflash_bench.tables import markdown
 from pyllama_kvflash.cli.plan import _answers, _command, _label, _speed, _too_small
 from pyllama_kvflash.engine.offers import Offer, best, offers
 

@@ -24,7 +24,8 @@ from kvflash_bench.shapes import write_shape
 from kvflash_bench.steps import hardware
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.events import Token
-from pyllama_kvflash.native import Sampling, json_grammar
+from pyllama_kvflash.json_schema import json_grammar
+from pyllama_kvflash.native import Sampling
 
 SCHEMA = {
     "type": "array",

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from kvflash_bench.device import device_used
-from kvflash_bench.grid import machine, markdown
+from kvflash_bench.grid import machine
 from kvflash_bench.shapes import shape_file
+from kvflash_bench.tables import markdown
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.native import Sampler, Sampling
 from pyllama_kvflash.native.lib import ffi

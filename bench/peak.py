@@ -21,7 +21,8 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from kvflash_bench.grid import machine, markdown
+from kvflash_bench.grid import machine
+from kvflash_bench.tables import markdown
 
 COLUMNS = ["prompt", "--kvflash", "RAM at most", "RAM said", "RAM measured", "%", "GPU at most", "GPU measured", "%"]
 SCRIPT = Path(sys.executable).with_name("kvflash")

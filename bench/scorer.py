@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_bench.grid import machine, markdown
+from kvflash_bench.grid import machine
+from kvflash_bench.tables import markdown
 from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvflash_bench.grid import machine, markdown
+from kvflash_bench.grid import machine
+from kvflash_bench.tables import markdown
 from pyllama_kvflash.native.lib import _kvflash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -19,10 +19,11 @@ from support.benches import ONE_THREAD, ignore, png, result, stored
 
 from kvflash_bench import figures, sweep
 from kvflash_bench.figures import heat_map, kld_figure
-from kvflash_bench.grid import Results, Variant, comma_separated, digest, markdown
+from kvflash_bench.grid import Results, Variant, digest
 from kvflash_bench.kld import KldRow
 from kvflash_bench.recall import Oracle, open_variant
 from kvflash_bench.sweep import Cell, Row, Sweep
+from kvflash_bench.tables import Live, comma_separated, head, markdown
 from pyllama_kvflash.cli.needles import QUESTION_ROOM
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import OutputError, UsageError
@@ -205,10 +206,17 @@ def test_markdown() -> None:
 
 
 def test_comma_separated_can_be_read_back() -> None:
-    rows = [["a,b", 'say "x"'], ["1", "two\nlines"]]
-    text = comma_separated(["h", "i"], rows)
-    assert list(csv.reader(io.StringIO(text))) == [["h", "i"], *rows]
+    rows = [{"h": "a,b", "i": 'say "x"', "lists": [1]}, {"h": "1", "i": "two\nlines", "j": "3"}]
+    text = comma_separated(rows)
+    assert list(csv.reader(io.StringIO(text))) == [["h", "i", "j"], ["a,b", 'say "x"', ""], ["1", "two\nlines", "3"]]
     assert "\r" not in text
+
+
+def test_a_table_is_printed_row_by_row(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Live("a", "b")
+    assert capsys.readouterr().out == head(["a", "b"])
+    table.row("x", 1)
+    assert head(["a", "b"]) + capsys.readouterr().out == markdown(["a", "b"], [["x", 1]])
 
 
 def test_digest_tells_texts_apart() -> None:
@@ -416,7 +424,7 @@ def test_kld_figure_marks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         said[:] = [text.get_text() for text in texts]
         return b""
 
-    monkeypatch.setattr(figures, "_png", read)
+    monkeypatch.setattr(figures, "png", read)
     rows = [
         replace(kld_row("full cache, quantised", 0.531, 0.01), variant="full/type_k=q8_0/type_v=q8_0"),
         replace(kld_row("full cache, quantised", 0.4, 0.1), variant="full/type_k=q8_0/type_v=q4_0"),

@@ -1,12 +1,11 @@
 """Plots of speed and paging."""
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 from kvflash_bench.grid import short
 from kvflash_bench.paging import Copies, Measured, Stream
-from kvflash_bench.plot import figure
+from kvflash_bench.plot import figure, png
 from kvflash_bench.speed import Row
 
 _FULL, _PLAIN = "#555555", "#999999"
@@ -46,7 +45,7 @@ def speed_figure(rows: Sequence[Row], title: str) -> bytes:
     if names:
         panels[0].legend(fontsize=9)
     fig.suptitle(title, fontsize=11)
-    return _png(fig)
+    return png(fig)
 
 
 def paging_figure(found: Measured, title: str) -> bytes:
@@ -56,7 +55,7 @@ def paging_figure(found: Measured, title: str) -> bytes:
     _bandwidth(left, found.copies)
     _steps(right, found.streams)
     fig.suptitle(title, fontsize=11)
-    return _png(fig)
+    return png(fig)
 
 
 def _bandwidth(axis: Any, copies: Sequence[Copies]) -> None:
@@ -82,9 +81,3 @@ def _steps(axis: Any, streams: Sequence[Stream]) -> None:
     axis.set_ylabel("ms a step")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-
-
-def _png(fig: Any) -> bytes:
-    out = io.BytesIO()
-    fig.savefig(out, format="png", dpi=130)
-    return out.getvalue()

@@ -1,11 +1,10 @@
 """Plots of benchmark results."""
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvflash_bench.grid import short
-from kvflash_bench.plot import figure
+from kvflash_bench.plot import figure, png
 from kvflash_bench.ruler_tables import columns
 from kvflash_bench.sweep import Row
 
@@ -50,7 +49,7 @@ def heat_map(rows: Sequence[Row], title: str) -> bytes:
     fig.suptitle(title, fontsize=12)
     bar = fig.colorbar(image, ax=panels, fraction=0.02, pad=0.01)
     bar.set_label("share found")
-    return _png(fig)
+    return png(fig)
 
 
 def kld_figure(*panels: tuple[Sequence["KldRow"], str]) -> bytes:
@@ -66,7 +65,7 @@ def kld_figure(*panels: tuple[Sequence["KldRow"], str]) -> bytes:
         axis.set_title(title, fontsize=10)
     for row in axes:
         row[0].set_ylabel("mean KLD to the full cache, nats (less is better)")
-    return _png(fig)
+    return png(fig)
 
 
 def _kld_panel(axis: Any, rows: Sequence["KldRow"]) -> None:
@@ -142,7 +141,7 @@ def ruler_figure(rows: Sequence["RulerRow"], tasks: Sequence[str], title: str) -
     fig.suptitle(title, fontsize=12)
     bar = fig.colorbar(image, ax=axes, fraction=0.02, pad=0.01)
     bar.set_label("points")
-    return _png(fig)
+    return png(fig)
 
 
 def _gap(row: "RulerRow") -> str:
@@ -153,9 +152,3 @@ def _gap(row: "RulerRow") -> str:
 
 def _label(column: tuple[int, int | None]) -> str:
     return " / ".join(short(n) for n in column if n is not None)
-
-
-def _png(fig: Any) -> bytes:
-    out = io.BytesIO()
-    fig.savefig(out, format="png", dpi=130)
-    return out.getvalue()

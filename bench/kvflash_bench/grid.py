@@ -1,13 +1,10 @@
-"""Cells of a benchmark: variants by name, results that survive an interruption, and tables of results."""
+"""Cells of a benchmark: variants by name, and results that survive an interruption."""
 
-import csv
 import hashlib
-import io
 import json
 import os
 import platform
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
@@ -202,25 +199,6 @@ def setting(common: dict[str, Any], variant: Variant | None = None, model: Path 
 
 def _canonical(key: Key) -> str:
     return json.dumps(key, sort_keys=True)
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table in Markdown: the first column to the left, the others to the right."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
-
-
-def comma_separated(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table as CSV."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([head, *rows])
-    return out.getvalue()
-
-
-def command(rows: Iterable[Any]) -> str:
-    """Return the machines that rows were measured on and this command, for the foot of a table."""
-    machines = "; ".join(dict.fromkeys(row.machine for row in rows))
-    return f"{machines}: `kvflash {' '.join(sys.argv[1:])}`"
 
 
 def machine() -> str:

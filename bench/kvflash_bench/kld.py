@@ -16,17 +16,15 @@ from kvflash_bench.grid import (
     Result,
     Results,
     Variant,
-    comma_separated,
-    command,
     digest,
     machine,
-    markdown,
     model_mark,
     setting,
 )
 from kvflash_bench.prompts import Prompts
 from kvflash_bench.recall import open_variant
 from kvflash_bench.ruler_texts import make_text
+from kvflash_bench.tables import command, markdown, write_files
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Warn
@@ -296,9 +294,5 @@ def as_markdown(sweep: KldSweep, found: Sequence[KldRow]) -> str:
 def write(sweep: KldSweep, results: Results) -> str:
     """Write results.md, .csv and .json. Return the Markdown."""
     found = rows(sweep, results)
-    text = as_markdown(sweep, found)
-    names = [f.name for f in fields(KldRow)]
-    results.write("results.md", text)
-    results.write("results.csv", comma_separated(names, [[getattr(r, n) for n in names] for r in found]))
-    results.write_json({"kind": "kld", "rows": [asdict(r) for r in found]})
-    return text
+    plain = [asdict(r) for r in found]
+    return write_files(results, as_markdown(sweep, found), plain, {"kind": "kld", "rows": plain})

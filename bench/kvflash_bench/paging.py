@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvflash_bench.grid import Results, comma_separated, command, markdown, short
+from kvflash_bench.grid import Results, short
 from kvflash_bench.steps import WARM_UP, Steps, decode_steps, hardware, near
+from kvflash_bench.tables import command, markdown, write_files
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.loading import load
 from pyllama_kvflash.errors import UsageError
@@ -357,14 +358,9 @@ def _stream_cells(s: Stream, bare_ms: float) -> list[str]:
 
 def write(paging: Paging, found: Measured, results: Results) -> str:
     """Write results.md, .csv (the copies) and .json (everything, each step included). Return the Markdown."""
-    text = as_markdown(paging, found)
-    names = [f.name for f in fields(Copies)]
     whole = {"kind": "paging", "pool": paging.n_pool, "tau": paging.tau, "repeat": paging.repeat, **asdict(found)}
     whole["streams"] = [dict(_plain(s)) for s in found.streams]
-    results.write("results.md", text)
-    results.write("results.csv", comma_separated(names, [[getattr(c, n) for n in names] for c in found.copies]))
-    results.write_json(whole)
-    return text
+    return write_files(results, as_markdown(paging, found), [asdict(c) for c in found.copies], whole)
 
 
 def _plain(s: Stream) -> Iterator[tuple[str, Any]]:

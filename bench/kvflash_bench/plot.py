@@ -54,6 +54,13 @@ def figure(width: float, height: float, *, constrained: bool = True) -> "Figure"
     return fig
 
 
+def png(fig: "Figure") -> bytes:
+    """Return a figure as a PNG."""
+    data = io.BytesIO()
+    fig.savefig(data, format="png", dpi=130)
+    return data.getvalue()
+
+
 def residency_figure(trace: Trace) -> "Figure":
     """Plot residency over the run, page traffic below it, and the last scores beside it. Raises UsageError (no
     matplotlib).

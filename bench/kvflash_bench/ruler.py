@@ -17,7 +17,8 @@ from kvflash_bench.ruler_texts import GROUPS, make_text, task_named
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Token, Warn
-from pyllama_kvflash.native import Sampling, Tokens, json_grammar
+from pyllama_kvflash.json_schema import json_grammar
+from pyllama_kvflash.native import Sampling, Tokens
 
 OnPrefill = Callable[[Prefill], None]
 

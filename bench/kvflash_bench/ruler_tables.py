@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 
 from kvflash_bench.control import CONTROL_NOTE
-from kvflash_bench.grid import Result, Results, comma_separated, command, markdown, short
+from kvflash_bench.grid import Result, Results, short
 from kvflash_bench.long_texts import IN_ORDER
 from kvflash_bench.ruler import Cell, Ruler
 from kvflash_bench.ruler_texts import GROUPS
+from kvflash_bench.tables import command, markdown, write_files
 
 Found = dict[tuple[str, int], Result]
 """Results by task and seed."""
@@ -179,11 +180,6 @@ def _notes(ruler: Ruler, rows: Sequence[Row]) -> str:
 def write(ruler: Ruler, results: Results) -> str:
     """Write results.md, .csv and .json. Return the Markdown."""
     rows = summarise(ruler, results)
-    text = as_markdown(ruler, rows)
-    results.write("results.md", text)
-    names = [f.name for f in fields(Row) if f.name not in {"scores", "in_order"}]
-    both = columns(ruler.tasks)
-    lines = [[*(getattr(r, n) for n in names), *(r.points.get(name) for name in both)] for r in rows]
-    results.write("results.csv", comma_separated([*names, *both], lines))
-    results.write_json({"kind": "ruler", "rows": [asdict(r) for r in rows]})
-    return text
+    plain = [asdict(r) for r in rows]
+    lines = [cells | r.points for cells, r in zip(plain, rows, strict=True)]
+    return write_files(results, as_markdown(ruler, rows), lines, {"kind": "ruler", "rows": plain})

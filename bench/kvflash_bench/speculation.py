@@ -1,8 +1,7 @@
 """Speculative decoding against plain, with and without its gate, full cache and pool: measure, resume, tabulate."""
 
-import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,15 +11,13 @@ from kvflash_bench.grid import (
     Key,
     Result,
     Results,
-    comma_separated,
-    command,
-    markdown,
     model_mark,
     setting,
     short,
 )
-from kvflash_bench.plot import figure
+from kvflash_bench.plot import figure, png
 from kvflash_bench.steps import hardware
+from kvflash_bench.tables import command, markdown, write_files
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.options import SPEC_KINDS, Options, Spec
@@ -379,18 +376,14 @@ def _switch(on: bool) -> str:  # noqa: FBT001 (a word for it)
 def write(bench: SpecBench, results: Results) -> str:
     """Write results.md, .csv and .json. Return the Markdown."""
     rows = summarise(bench, results)
-    text = as_markdown(bench, results)
-    names = [f.name for f in fields(Row)]
+    plain = [asdict(r) for r in rows]
     whole = {
         "kind": "spec",
         "rounds": bench.rounds,
-        "rows": [asdict(r) for r in rows],
+        "rows": plain,
         "agreements": agreements(bench, results),
     }
-    results.write("results.md", text)
-    results.write("results.csv", comma_separated(names, [[getattr(r, n) for n in names] for r in rows]))
-    results.write_json(whole)
-    return text
+    return write_files(results, as_markdown(bench, results), plain, whole)
 
 
 def spec_figure(rows: Sequence[Row], title: str) -> bytes:
@@ -413,6 +406,4 @@ def spec_figure(rows: Sequence[Row], title: str) -> bytes:
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8)
     axis.set_title(title, fontsize=10)
-    out = io.BytesIO()
-    fig.savefig(out, format="png", dpi=130)
-    return out.getvalue()
+    return png(fig)

@@ -4,7 +4,7 @@ tabulate.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -18,15 +18,13 @@ from kvflash_bench.grid import (
     Result,
     Results,
     Variant,
-    comma_separated,
-    command,
-    markdown,
     refuse_controls,
     setting,
     short,
 )
 from kvflash_bench.recall import open_variant
 from kvflash_bench.steps import AFTER, WARM_UP, decode_steps, hardware, near, python_loop
+from kvflash_bench.tables import command, markdown, write_files
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, UsageError
 from pyllama_kvflash.events import Prefill, Warn
@@ -433,17 +431,13 @@ def _number(value: float | None, form: str, unit: int = 1) -> str:
 def write(speed: Speed, results: Results) -> str:
     """Write results.md, .csv and .json. Return the Markdown."""
     rows = summarise(speed, results)
-    text = as_markdown(speed, results)
-    names = [f.name for f in fields(Row)]
+    plain = [asdict(r) for r in rows]
     loops = {c.label: r["loop"] for c in speed.caches() if (r := results.get(speed.key(c)))}
     whole = {
         "kind": "speed",
         "steps": speed.steps,
-        "rows": [asdict(r) for r in rows],
+        "rows": plain,
         "flatness": flatness(rows),
         "python_loop": loops,
     }
-    results.write("results.md", text)
-    results.write("results.csv", comma_separated(names, [[getattr(r, n) for n in names] for r in rows]))
-    results.write_json(whole)
-    return text
+    return write_files(results, as_markdown(speed, results), plain, whole)

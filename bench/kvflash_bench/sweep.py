@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,13 @@ from kvflash_bench.grid import (
     Result,
     Results,
     Variant,
-    comma_separated,
-    command,
     digest,
-    markdown,
     model_mark,
     setting,
     short,
 )
 from kvflash_bench.recall import open_variant, run_cell
+from kvflash_bench.tables import command, markdown, write_files
 from pyllama_kvflash.cli.needles import QUESTION_ROOM
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Prefill
@@ -197,18 +195,8 @@ def _notes(sweep: Sweep, rows: list[Row]) -> Iterator[str]:
             )
 
 
-_FIELDS = (
-    "variant", "n_ctx", "pool", "docs", "asked", "found", "resident", "kv_device_bytes", "kv_full_bytes",
-    "summary_bytes", "prefill_s", "answer_s", "score_ms",
-)  # fmt: skip
-
-
 def write(sweep: Sweep, results: Results) -> str:
     """Write results.md, .csv and .json. Return the Markdown."""
     rows = summarise(sweep, results)
-    text = as_markdown(sweep, rows)
-    results.write("results.md", text)
-    results.write("results.csv", comma_separated(_FIELDS, [[getattr(r, f) for f in _FIELDS] for r in rows]))
-    plain = [{name: getattr(r, name) for name in Row.__dataclass_fields__} for r in rows]
-    results.write_json({"kind": sweep.kind, "rows": plain})
-    return text
+    plain = [asdict(r) for r in rows]
+    return write_files(results, as_markdown(sweep, rows), plain, {"kind": sweep.kind, "rows": plain})
