@@ -106,7 +106,7 @@ def test_ctrl_c_at_any_line(small: Path, then: str) -> None:
     file = SnapshotFile(small)
     for at in itertools.count(1):
         fill, place, line = Filling(file, CHUNK), np.zeros_like(records[CHUNK]), itertools.count(1)
-        cut = CutAtLine(lambda *_, at=at, line=line: next(line) == at, ("file.py", "stacks.py"))
+        cut = CutAtLine(lambda *_, at=at, line=line: next(line) == at, ("file.py", "notes.py"))
         with suppress(KeyboardInterrupt), traced(cut):
             fill(place)
         if cut.where is None:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,13 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.cuts import cut_off_at_every_line
+from support.cuts import CutAtLine, cut_off_at_every_line, traced
 from support.runs import GREEDY, SCORED, TOKENS, Open, feed, spell, turn
 
 from pyllama_kvflash import KVFlash, Token
 from pyllama_kvflash.engine.generation import step_together
 from pyllama_kvflash.errors import Interrupted, InUseError, UsageError
-from pyllama_kvflash.native import Context, Model, Sampler, Sampling, interrupt
+from pyllama_kvflash.native import Context, Model, Notes, Sampler, Sampling, interrupt, noted
 from pyllama_kvflash.native.lib import ffi, lib, owned
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.policy import QkCos
@@ -191,8 +191,21 @@ def test_a_call_that_was_cut_off_anywhere_leaves_it_free(opened: Open) -> None:
 
     _, places = cut_off_at_every_line(lambda: kv, lambda kv: kv.decode(TOKENS[:2]), free, files=("guard.py",))
     assert len(places) > 8
-    _, places = cut_off_at_every_line(lambda: kv, lambda kv: kv.stats(), free, files=("guard.py", "stacks.py"))
+    _, places = cut_off_at_every_line(lambda: kv, lambda kv: kv.stats(), free, files=("guard.py", "notes.py"))
     assert len(places) > 8
+
+
+def test_no_note_stays_of_a_call_that_was_cut_off_anywhere() -> None:
+    """One of what Python waits for at its end, too."""
+    for at in itertools.count(1):
+        notes, line = Notes(), itertools.count(1)
+        cut = CutAtLine(lambda *_, at=at, line=line: next(line) == at, ("notes.py",))
+        with suppress(KeyboardInterrupt), traced(cut):
+            noted(notes, "use", list)
+        assert notes == {}
+        if cut.where is None:
+            break
+    assert at > 8
 
 
 #
@@ -366,9 +379,7 @@ def test_closing_that_was_cut_off_anywhere(opened: Open) -> None:
         engines.append(opened(n_parallel=1))
         return engines[-1]
 
-    _, places = cut_off_at_every_line(
-        fresh, lambda _: engines[-1].close(), check, prepare=fresh, files=("guard.py", "stacks.py")
-    )
+    _, places = cut_off_at_every_line(fresh, lambda _: engines[-1].close(), check, prepare=fresh, files=("guard.py",))
     assert len(places) > 8
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
 from threading import get_ident
-from types import CodeType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary, finalize
 
@@ -18,6 +17,7 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_USE, _FREE = "use", "free"
 _LOOK_SECONDS = 0.002  # between two looks at a call that is to end
 _EXIT_SECONDS = 30.0  # for which the end of Python waits for a call, which may wait for something that never comes
 
@@ -25,8 +25,7 @@ _EXIT_SECONDS = 30.0  # for which the end of Python waits for a call, which may 
 class Guard:
     """Lets one call at a time use an engine, and closes the engine between two calls.
 
-    There is no lock: Ctrl-C may come between any two lines, and a lock left held would block everything after it. A note says
-    which thread is in a call, and counts only while that call is on the thread's stack.
+    There is no lock, which Ctrl-C could leave held: see native.noted().
     """
 
     def __init__(self, free: Callable[[], None], name: str) -> None:
@@ -41,22 +40,25 @@ class Guard:
         self._free = free
         self._name = name
         self._pid = os.getpid()
-        self._notes: native.Notes = {}  # by method: _USE or _FREE
+        self._notes: native.Notes = {}  # of _USE and _FREE
         self._abandoned = finalize(self, _free_here, free, self._pid)
         self._abandoned.atexit = False  # _close_all() waits for calls
         _live[id(self)] = self
 
     def run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Make a call that uses the engine. Raises InUseError if another one is under way, and UsageError if it is closed."""
-        self.check_open()
-        if not native.noted(self._notes, _USE, self):
-            raise InUseError(_BY_ITSELF if self._notes.get(_USE) == [get_ident()] else _BY_ANOTHER)
-        try:
+
+        def use() -> R:
             self.check_open()  # once more: from here on nobody else can close it
             return call(*args, **kwargs)
+
+        self.check_open()
+        try:
+            return native.noted(self._notes, _USE, use)
+        except native.Taken:
+            raise InUseError(_BY_ITSELF if self._thread(_USE) == get_ident() else _BY_ANOTHER) from None
         finally:
-            self._notes.pop(_USE, None)
-            if self._closing:
+            if self._closing and self._thread(_USE) is None:
                 self._finish()
 
     def check_open(self) -> None:
@@ -76,7 +78,7 @@ class Guard:
         self._closing = True
         begin = time.monotonic()
         while not self.closed:
-            at_work = self._at_work(_USE) or self._at_work(_FREE)
+            at_work = self._thread(_USE) or self._thread(_FREE)
             if at_work is None:
                 self._finish()
             elif at_work == get_ident() or (seconds is not None and time.monotonic() - begin > seconds):
@@ -86,28 +88,30 @@ class Guard:
 
     def _finish(self) -> None:
         """Free the engine, unless that is done or under way."""
-        if not self.closed and native.noted(self._notes, _FREE, self):
-            try:
-                self._free()
-            except Exception:
-                self.closed = True
-                raise
-            self.closed = True  # not after Ctrl-C: then close() frees the rest
-            self._abandoned.detach()
+        with suppress(native.Taken):
+            native.noted(self._notes, _FREE, self._free_once)
 
-    def _at_work(self, method: CodeType) -> int | None:
-        """Return the thread that runs a method; None: none does."""
-        note = self._notes.get(method)
-        return note[0] if note and native.n_running(method, note[0], self) else None
+    def _free_once(self) -> None:
+        if self.closed:
+            return
+        try:
+            self._free()
+        except Exception:
+            self.closed = True
+            raise
+        self.closed = True  # not after Ctrl-C: then close() frees the rest
+        self._abandoned.detach()
+
+    def _thread(self, what: str) -> int | None:
+        """Return the thread that uses or frees the engine; None: none does."""
+        note = self._notes.get(what)
+        return note[0] if note else None
 
 
 def _free_here(free: Callable[[], None], pid: int) -> None:
     """Free an engine, unless this is a forked process."""
     if os.getpid() == pid:
         free()
-
-
-_USE, _FREE = Guard.run.__code__, Guard._finish.__code__  # noqa: SLF001 (of this module)
 
 
 class Claim:

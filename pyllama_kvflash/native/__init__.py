@@ -16,9 +16,9 @@ from pyllama_kvflash.native.device import Device, add_rpc, devices, gpus, preten
 from pyllama_kvflash.native.exact import ExactContext
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.grammar import Follower, Grammar, check_grammar, either
-from pyllama_kvflash.native.json_grammar import json_grammar, whole_grammar
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
+from pyllama_kvflash.native.notes import Notes, Taken, noted
 from pyllama_kvflash.native.order import order_of, order_of_letters
 from pyllama_kvflash.native.partial import StateBytes
 from pyllama_kvflash.native.quantize import quantize
@@ -34,7 +34,6 @@ from pyllama_kvflash.native.sampler import (
     top_probability,
 )
 from pyllama_kvflash.native.speculator import Speculator
-from pyllama_kvflash.native.stacks import Notes, n_running, noted
 from pyllama_kvflash.native.summary import Keys, Summaries
 from pyllama_kvflash.native.unloadable import why_unloadable
 
@@ -75,6 +74,7 @@ __all__ = [
     "Speculator",
     "StateBytes",
     "Summaries",
+    "Taken",
     "Tokens",
     "add_rpc",
     "check_ends",
@@ -85,8 +85,6 @@ __all__ = [
     "init",
     "interrupt",
     "interruptible",
-    "json_grammar",
-    "n_running",
     "noted",
     "order_of",
     "order_of_letters",
@@ -96,6 +94,5 @@ __all__ = [
     "show_log",
     "split_queries",
     "top_probability",
-    "whole_grammar",
     "why_unloadable",
 ]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from pyllama_kvflash import errors
-from pyllama_kvflash.native.stacks import anywhere
+from pyllama_kvflash.native.notes import Notes, noted
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -86,6 +86,10 @@ def check(status: int) -> None:
 _EXIT_SECONDS = 30.0  # for which the end of Python waits for calls
 _LOOK_SECONDS = 0.002  # between two looks at them
 _ending = False
+_under_way: Notes = {}
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_under_way.clear)  # it has none of the other threads
 
 
 def compute(function: Callable[..., int], *args: Any) -> None:
@@ -96,7 +100,7 @@ def compute(function: Callable[..., int], *args: Any) -> None:
     if _ending:
         msg = "interrupted: Python is about to end"
         raise errors.Interrupted(msg)
-    check(function(*args))
+    check(noted(_under_way, object(), functools.partial(function, *args)))
 
 
 def mapped(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
@@ -121,7 +125,7 @@ def _end() -> None:
 def _all_ended(seconds: float) -> bool:
     """Wait for calls, for so long at most. Returns whether there are none."""
     deadline = time.monotonic() + seconds
-    while anywhere(compute.__code__) or anywhere(_free.__code__):
+    while _under_way:
         if time.monotonic() > deadline:
             return False
         time.sleep(_LOOK_SECONDS)
@@ -145,7 +149,7 @@ def unless_forked(free: Callable[[Any], None]) -> Callable[[Any], None]:
 def _free(free: Callable[[Any], None], pid: int, pointer: Any) -> None:
     """Python waits for it as for compute(). Other threads free nothing from then on: a GPU's driver may be gone."""
     if os.getpid() == pid and not (_ending and threading.current_thread() is not threading.main_thread()):
-        free(pointer)
+        noted(_under_way, object(), functools.partial(free, pointer))
 
 
 def owned(pointer: Any, free: Callable[[Any], None], *made_of: Any) -> Any:

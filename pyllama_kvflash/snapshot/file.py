@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.errors import SnapshotError
-from pyllama_kvflash.native import Notes, Record, Tokens, noted
+from pyllama_kvflash.native import Notes, Record, Taken, Tokens, noted
 from pyllama_kvflash.native.checksum import Checksum
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.layout import CHUNK, DIGEST, HEADER, SOURCE, START, Chunks, Contents, Identity, Source
@@ -355,18 +355,15 @@ class Filling:
     def __call__(self, place: Record) -> None:
         """Have the record in its place. Raises SnapshotError. For any thread."""
         while not self._done:
-            if not noted(self._notes, _FILLING, self):
-                time.sleep(_LOOK_SECONDS)
-                continue
             try:
-                if not self._done:  # nobody has read it before the note
-                    self._file.fill(self._chunk, place)
-                    self._done = True
-            finally:
-                self._notes.clear()
+                noted(self._notes, self._chunk, lambda: self._fill(place))
+            except Taken:
+                time.sleep(_LOOK_SECONDS)
 
-
-_FILLING = Filling.__call__.__code__
+    def _fill(self, place: Record) -> None:
+        if not self._done:  # nobody has read it before the note
+            self._file.fill(self._chunk, place)
+            self._done = True
 
 
 def _contents(raw: dict[str, bytes]) -> Contents:
