@@ -1,7 +1,4 @@
-"""What the documents name exists: files, headings, options and tests. And the page of results stays a page.
-
-CHANGELOG.md is left out: it tells of what was.
-"""
+"""What the documents name exists: files, headings, options and tests. And the page of results stays a page."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +22,8 @@ OTHER_FILES = (
     "patches/NNNN-name.patch",
 )
 # options of llama.cpp's tools, and of the script that trained needle-7m, which is not in the repository
-OTHER_OPTIONS = {"--vocab-only", "--layers", "--d", "--heads", "--kv", "--ff", "--minutes", "--no-kv-offload"}
+OTHER_OPTIONS = {"--vocab-only", "--layers", "--d", "--heads", "--kv", "--ff", "--minutes"}
+OTHER_OPTIONS |= {"--no-kv-offload", "--load-mode"}
 OTHER_PROGRAMS = ("python", "pip", "make", "hf", "bench/", ".venv/", ".ci/", "compute-sanitizer")
 
 SOURCES = (".py", ".cpp", ".h", ".sh")  # a bare name with such an end is a file of the repository, wherever it is
@@ -186,7 +184,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def option_names(command: Any) -> set[str]:
-    """Of a click command, its own, without those that were removed; and the short name of a mode."""
+    """Of a click command, its own, without hidden ones; and the short name of a mode."""
     shown = [
         param
         for param in command.params

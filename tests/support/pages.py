@@ -5,12 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    page
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
-    if page.name != "CHANGELOG.md"
-)
-"""All pages but CHANGELOG.md, which tells of what was."""
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
