@@ -200,7 +200,7 @@ def test_a_context_of_256k_in_time(save: Callable[[Lines], Path]) -> None:
     assert time.perf_counter() - begin < 20  # two, on an idle machine
 
 
-def test_events_of_a_later_version_are_passed_over(save: Callable[[Lines], Path]) -> None:
+def test_events_that_are_not_drawn_are_passed_over(save: Callable[[Lines], Path]) -> None:
     run = Run().prefill(1000)
     want = read_trace(save(run.lines))
     found = read_trace(save([*run.lines[:3], {"event": "speculated", "n": 3}, *run.lines[3:]]))

@@ -130,7 +130,9 @@ def test_another_version_says_so(small: Path, version: int) -> None:
     data[8:12] = version.to_bytes(4, "little")
     for each in (data, resigned(data), data[: HEADER.itemsize + 8]):
         small.write_bytes(each)
-        with pytest.raises(SnapshotError, match=f"has format {version}, and this version reads 4: save it anew"):
+        with pytest.raises(
+            SnapshotError, match=rf"by another version of kvflash \(format {version}, here 4\): remove it"
+        ):
             SnapshotFile(small)
 
 

@@ -50,8 +50,7 @@ class KldRow:
 
     share: device KV bytes divided by those of the full f16 cache.
     kld: mean of KL(full ‖ this) in nats.
-    kld_99, kld_999: its 99th and 99.9th percentile; of fewer than 1,000 tokens the latter is nearly the largest. None: a
-        result from before it was measured.
+    kld_99, kld_999: its 99th and 99.9th percentile; of fewer than 1,000 tokens the latter is nearly the largest.
     same_top: share of tokens with the same most likely next token.
     ppl: perplexity of the text.
     n_score: tokens that these are of.
@@ -65,7 +64,7 @@ class KldRow:
     share: float
     kld: float
     kld_99: float
-    kld_999: float | None
+    kld_999: float
     same_top: float
     ppl: float
     prefill_s: float
@@ -239,9 +238,7 @@ def rows(sweep: KldSweep, results: Results) -> list[KldRow]:
     for cell in sweep.cells():
         if (r := results.get(sweep.key(cell))) is None:
             continue
-        values = {"n_score": sweep.n_score, "kld_999": None} | {
-            f.name: r[f.name] for f in fields(KldRow) if f.name in r
-        }
+        values = {f.name: r[f.name] for f in fields(KldRow) if f.name in r}
         kind = "full cache, quantised" if cell.variant.full else f"pool, {cell.variant.label}"
         share = r["kv_device_bytes"] / r["full_bytes"]
         found.append(
@@ -273,7 +270,7 @@ def as_markdown(sweep: KldSweep, found: Sequence[KldRow]) -> str:
             f"{100 * r.share:.1f} %",
             f"{r.kld:.2e}",
             f"{r.kld_99:.2e}",
-            "-" if r.kld_999 is None else f"{r.kld_999:.2e}",
+            f"{r.kld_999:.2e}",
             f"{100 * r.same_top:.1f} %",
             f"{r.ppl:.3f}",
         ]
@@ -284,8 +281,6 @@ def as_markdown(sweep: KldSweep, found: Sequence[KldRow]) -> str:
         n = " or ".join(str(n) for n in dict.fromkeys(r.n_score for r in found))
         scored = f"The {n} tokens after the prompt of {sweep.task.name}, text {sweep.task.seed} (right answers, and questions between them)"
     note = f"{scored}, given one by one; against the full f16 cache in the same run."
-    if any(r.kld_999 is None for r in found):
-        note += " 99.9 % KLD of -: measured by a version without it. In another folder it is measured."
     if any(v.control for v in sweep.variants):
         note += f" {CONTROL_NOTE}"
     return markdown(head, lines) + f"\n{note} {command(found)}\n"

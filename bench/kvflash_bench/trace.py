@@ -236,7 +236,7 @@ class _Replay:
                 self._reason = reason if isinstance(reason, str) else "done"
             case "start":
                 raise _BadEventError("starts another run")
-            case _:  # an event of a later version
+            case _:  # one that is not drawn
                 pass
 
     def _token(self) -> None:

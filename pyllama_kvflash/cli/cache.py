@@ -69,8 +69,7 @@ def _warned(found: PrefixCache, reporter: Reporter) -> bool:
 @FOLDER
 def ls(folder: str | None) -> int:
     """List the snapshots in the cache, the last used first; one whose date is ahead counts as the oldest. The size leaves out records that other files have. A model whose
-    name is not known, as in a cache of an earlier version, has its fingerprint. The exit code is 1 if a folder in it
-    cannot be read.
+    name is not known has its fingerprint. The exit code is 1 if a folder in it cannot be read.
     """
     found = _cache(folder)
     table = Table("name", "tokens", "size", "used", "model", box=None, pad_edge=False)

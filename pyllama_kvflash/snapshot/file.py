@@ -81,8 +81,8 @@ class _Opened:
             raise self.damaged("it does not begin with the magic bytes")
         version = int(start["version"])
         if version != layout.VERSION:
-            msg = f"{self.path} has format {version}, and this version reads {layout.VERSION}: save it anew"
-            raise UnreadableError(msg, f"it has format {version}")
+            msg = f"{self.path} was written by another version of kvflash (format {version}, here {layout.VERSION}): remove it, or save it anew"
+            raise UnreadableError(msg, "it was written by another version of kvflash")
         header = self._beginning(HEADER)
         if header["digest"].tobytes() != layout.digest(header.tobytes()[:-DIGEST]) or header["version"] != version:
             raise self.damaged("its header was changed")
