@@ -73,16 +73,6 @@ def test_a_list_names_the_model(opened: Open, tmp_path: Path) -> None:
     assert not list(path.parent.glob("*.part"))
 
 
-def test_a_name_that_cannot_be_written_costs_no_snapshot(opened: Open, tmp_path: Path) -> None:
-    kv, cache = opened(), PrefixCache(tmp_path, LARGE)
-    path = cache.save(read(kv, TEXT))
-    assert path
-    (path.parent / "model").unlink()
-    (path.parent / "model").mkdir()
-    assert cache.save(read(kv, OTHER))
-    assert len(cache.entries()) == 2
-
-
 def test_a_date_ahead_counts_as_the_oldest(opened: Open, tmp_path: Path) -> None:
     """Of a clock that was changed since: it stayed for ever, and pushed out whatever was new."""
     kv, cache = opened(), PrefixCache(tmp_path, LARGE)

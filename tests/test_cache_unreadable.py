@@ -129,19 +129,6 @@ def test_a_file_of_a_later_version_stays(kv: KVFlash, tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_a_turn_takes_no_records_of_what_cannot_be_read(
-    kv: KVFlash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, first, _ = filled(kv, tmp_path)
-    longer, cache = np.concatenate([TEXT, OTHER[:200]]), PrefixCache(tmp_path, LARGE)
-    with monkeypatch.context() as patch:
-        refuse(patch, "open", first, errno.EACCES)
-        assert cache.save(read(kv, longer))
-        assert cache.match(kv, longer) > len(TEXT)
-    first.unlink()
-    assert cache.restore(kv, longer) > len(TEXT)
-
-
 @pytest.mark.parametrize(
     "command", [("cache", "ls"), ("cache", "verify"), ("cache", "rm", "--all"), ("serve",), ("run", "-p", "x")]
 )
@@ -152,19 +139,6 @@ def test_a_folder_that_cannot_be_read_is_refused(
     done = CliRunner().invoke(main, [*command, "--prefix-cache", str(tmp_path)])
     assert done.exit_code == 2
     assert done.output == f"kvflash: error: {tmp_path} cannot be the prefix cache: Permission denied\n"
-
-
-@pytest.mark.parametrize("command", [("ls",), ("verify",), ("rm", "--all")])
-def test_a_folder_within_that_cannot_be_read_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-) -> None:
-    home = tmp_path / ("0" * 32)
-    home.mkdir()
-    (home / "a.kvsnap").touch()  # else `rm --all` removes the folder
-    refuse(monkeypatch, "scandir", home, errno.EACCES)
-    done = cache_command(tmp_path, *command)
-    assert done.exit_code == 1
-    assert f"kvflash: warning: {home} cannot be read: Permission denied\n" in done.stderr
 
 
 #

@@ -71,15 +71,3 @@ def test_it_lets_go_when_nobody_writes_it(opened: Open) -> None:
     del capture
     gc.collect()
     assert not held_up(kv)
-
-
-def test_two_at_once_let_go_one_by_one(opened: Open, tmp_path: Path) -> None:
-    kv = opened()
-    read(kv, 900)
-    one, two = kv.capture(), kv.capture()
-    one.write(tmp_path / "one.kvsnap")
-    one.release()  # no more than its own hold
-    assert held_up(kv)
-    two.write(tmp_path / "two.kvsnap")
-    read(kv, 900)
-    assert not held_up(kv)

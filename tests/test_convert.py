@@ -1,6 +1,5 @@
 """`kvflash convert-draft`: what upstream's converter writes, in llama.cpp, or one sentence and no file."""
 
-import errno
 import json
 import re
 import subprocess
@@ -143,21 +142,6 @@ def test_pairs_in_turns_become_halves(partial: float | None, tmp_path: Path, tar
     np.testing.assert_allclose(turns, rotated(q[order], n_rot, neox=True) @ k[order])
 
 
-def test_rows_in_pieces_are_the_same(
-    tmp_path: Path, targets: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = converted("a3b", "q8_0", tmp_path, targets).read_bytes()
-    monkeypatch.setattr(gguf_file, "_CHUNK", 64 * 7)
-    assert converted("a3b", "q8_0", tmp_path, targets).read_bytes() == whole
-
-
-def test_progress_ends_at_one(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    seen: list[float] = []
-    write(resolve(written("dense", tmp_path), targets[True]), tmp_path / "d.gguf", "f16", seen.append)
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0
-
-
 def test_head_dim_follows_from_the_keys(tmp_path: Path, targets: dict[bool, Path]) -> None:
     source = edited("a3b", lambda config, _: config.pop("head_dim"), tmp_path)
     assert resolve(source, targets[True]).drafter.keys["attention.key_length"] == 16
@@ -167,16 +151,6 @@ def test_windows_from_max_window_layers(tmp_path: Path, targets: dict[bool, Path
     source = edited("swa", lambda config, _: config.pop("layer_types"), tmp_path)
     pattern = resolve(source, targets[False]).drafter.keys["attention.sliding_window_pattern"]
     assert pattern == [False, True, True]
-
-
-def test_a_bad_model_card_is_left_out(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    source = written("dense", tmp_path)
-    for text in ("---\n: [\n---\n", "---\nlicense: 3\nname: 2020-01-01\nbase_model: [1, {x: y}]\n---\n", "\0\xff"):
-        (source.folder / "README.md").write_text(text, encoding="latin-1")
-        write(resolve(source, targets[True]), tmp_path / "d.gguf")
-        fields = gguf.GGUFReader(tmp_path / "d.gguf").fields
-        assert fields["general.name"].contents() == "Drafter Dense"
-        assert "general.license" not in fields
 
 
 #
@@ -272,22 +246,6 @@ def test_runs_without_a_compiler() -> None:
 #
 
 
-class GatedRepoError(Exception):
-    pass
-
-
-class RepositoryNotFoundError(Exception):
-    pass
-
-
-class RevisionNotFoundError(Exception):
-    pass
-
-
-class LocalEntryNotFoundError(FileNotFoundError):
-    pass
-
-
 def hub(monkeypatch: pytest.MonkeyPatch, download: Callable[..., str]) -> None:
     module = types.ModuleType("huggingface_hub")
     module.snapshot_download = download  # type: ignore[attr-defined]
@@ -309,31 +267,3 @@ def test_from_the_hub(tmp_path: Path, targets: dict[bool, Path], monkeypatch: py
     assert find_source("hf:owner/Draft-27B-DFlash@v2").name == source.name
     assert [revision for *_, revision in asked] == [None, "v2"]
     assert "Draft 27B" in gguf.GGUFReader(tmp_path / "d.gguf").fields["general.name"].contents()
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "words"),
-    [
-        (GatedRepoError("403"), RUNTIME, ("gated", "accept its terms", "hf auth login")),
-        (RepositoryNotFoundError("404"), USAGE, ("does not exist", "private")),
-        (RevisionNotFoundError("404"), USAGE, ("no such revision", "a branch, a tag or a commit")),
-        (LocalEntryNotFoundError("offline"), RUNTIME, ("cannot be reached", "give a folder")),
-        (ConnectionError("no route"), RUNTIME, ("cannot be reached",)),
-        (OSError(errno.ENOSPC, "No space left on device"), RUNTIME, ("cannot be downloaded", "No space left")),
-        (RuntimeError("\n  strange \n more"), RUNTIME, ("cannot be downloaded: strange",)),
-    ],
-)
-def test_hub_errors(error: Exception, code: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(*_: Any, **__: Any) -> str:
-        raise error
-
-    hub(monkeypatch, download)
-    check_error(invoke("convert-draft", "hf:owner/repo", "--dry-run"), code, "hf:owner/repo", *words)
-
-
-def test_hub_names() -> None:
-    for name in ("hf:", "hf:owner", "hf:/repo", "hf:a/b/c"):
-        check_error(invoke("convert-draft", name, "--dry-run"), USAGE, "is not a repository", "hf:owner/repo")
-    check_error(
-        invoke("convert-draft", "hf:owner/repo@", "--dry-run"), USAGE, "names no revision", "hf:owner/repo@BRANCH"
-    )

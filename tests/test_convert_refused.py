@@ -4,37 +4,28 @@ import errno
 import json
 import os
 import random
-import resource
-import signal
-import subprocess
-import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 from support import drafters
-from support.changes import CONVERT
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import conversions
-from support.commands import RUNTIME, USAGE, check_error, invoke
+from support.commands import RUNTIME, check_error, invoke
 from support.conversions import Edit, edited, written
 
-from pyllama_kvflash.convert import Source, resolve, write
-from pyllama_kvflash.errors import KVFlashError, ModelError, OutputError, UsageError
+from pyllama_kvflash.convert import resolve, write
+from pyllama_kvflash.errors import KVFlashError, ModelError, OutputError
 
 pytestmark = pytest.mark.native
 
 targets = conversions.targets
-
-N_KILLS = 20
 
 
 #
@@ -221,15 +212,6 @@ def test_damaged_safetensors(data: bytes, words: tuple[str, ...], tmp_path: Path
     check_error(invoke("convert-draft", source.folder, "--dry-run"), RUNTIME, *words)
 
 
-def test_truncated_anywhere(tmp_path: Path) -> None:
-    source = written("dense", tmp_path)
-    path = source.folder / "model.safetensors"
-    data = path.read_bytes()
-    for n in [*range(0, 24, 5), 1000, 2000, len(data) // 2, len(data) - 1]:
-        path.write_bytes(data[:n])
-        check_error(invoke("convert-draft", source.folder, "--dry-run"), RUNTIME, "model.safetensors")
-
-
 def test_cut_off_while_it_is_read(tmp_path: Path, targets: dict[bool, Path]) -> None:
     source = written("dense", tmp_path)
     plan = resolve(source, targets[True])
@@ -272,12 +254,6 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     check_error(invoke("convert-draft", folder, "--dry-run"), RUNTIME, "has no config.json")
 
 
-def test_mask_embedding(tmp_path: Path) -> None:
-    folder = written("dense", tmp_path).folder
-    (folder / "mask_embedding.pt").touch()
-    check_error(invoke("convert-draft", folder, "--dry-run"), RUNTIME, "mask_embedding.pt", "torch")
-
-
 def test_quantised_weights(tmp_path: Path, targets: dict[bool, Path]) -> None:
     source = written("dense", tmp_path)
     path = source.folder / "model.safetensors"
@@ -303,16 +279,6 @@ def test_another_target(changed: dict[str, Any], words: tuple[str, ...], tmp_pat
     drafters.write_target(target, mrope=False, **changed)
     res = invoke("convert-draft", written("gemma", tmp_path).folder, "--target", target, "-o", tmp_path / "d.gguf")
     check_error(res, RUNTIME, *words, str(target))
-
-
-def test_damaged_target(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    data, source = targets[True].read_bytes(), written("dense", tmp_path)
-    path = tmp_path / "target.gguf"
-    for n in (4, 8, 20, 24, 60, 400, len(data) // 2):
-        path.write_bytes(data[:n])
-        check_error(
-            invoke("convert-draft", source.folder, "--target", path, "-o", tmp_path / "d.gguf"), RUNTIME, str(path)
-        )
 
 
 def test_noise(tmp_path: Path, targets: dict[bool, Path]) -> None:
@@ -373,27 +339,6 @@ def test_strange_values(name: str, tmp_path: Path, targets: dict[bool, Path]) ->
 #
 
 
-def test_outputs_that_cannot_be(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    folder = written("dense", tmp_path).folder
-    command = (folder, "--target", targets[True], "-o")
-    check_error(
-        invoke("convert-draft", *command, tmp_path / "no" / "d.gguf"),
-        RUNTIME,
-        "d.gguf cannot be written",
-        "No such file",
-    )
-    check_error(invoke("convert-draft", *command, folder), USAGE, "is a directory")
-    check_error(invoke("convert-draft", *command, "/dev/null"), USAGE, "/dev/null is a device")
-    check_error(invoke("convert-draft", *command, "/proc/d.gguf"), RUNTIME, "/proc/d.gguf cannot be written")
-    check_error(invoke("convert-draft", *command, tmp_path / ("x" * 300)), RUNTIME, "File name too long")
-    for path in (targets[True], folder / "model.safetensors", folder / "config.json"):
-        before = path.read_bytes()
-        check_error(invoke("convert-draft", *command, path), USAGE, "would overwrite the file of")
-        with pytest.raises(UsageError, match=r"the drafter .* would overwrite the file of the"):
-            write(resolve(Source(folder, "drafter"), targets[True]), path)
-        assert path.read_bytes() == before
-
-
 def test_full_disk(tmp_path: Path, targets: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     plan, out = resolve(written("dense", tmp_path), targets[True]), tmp_path / "d.gguf"
     out.write_bytes(b"the old one")
@@ -411,105 +356,3 @@ def test_full_disk(tmp_path: Path, targets: dict[bool, Path], monkeypatch: pytes
             write(plan, out)
     assert out.read_bytes() == b"the old one"
     assert [p.name for p in tmp_path.glob(".*")] == []
-
-
-def test_a_file_that_may_not_grow(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    """The system refuses in the middle of a tensor, as a full disk does."""
-    folder, out = written("dense", tmp_path).folder, tmp_path / "d.gguf"
-    command = [str(Path(sys.executable).with_name("kvflash")), "convert-draft"]
-    done = subprocess.run(
-        [*command, folder, "--target", targets[True], "-o", out],
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )
-    assert done.returncode == RUNTIME, done.stderr
-    assert done.stderr.splitlines() == [f"kvflash: error: {out} cannot be written: File too large"]
-    assert {p.name for p in tmp_path.iterdir()} == {folder.name}
-
-
-def test_interrupted(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    def stop(done: float) -> None:
-        if done > 0.5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write(resolve(written("dense", tmp_path), targets[True]), tmp_path / "d.gguf", "f16", stop)
-    assert not list(tmp_path.glob("*d.gguf*"))
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_two_at_once(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    """The one that ends last stands, whole."""
-    plan, out = resolve(written("dense", tmp_path), targets[True]), tmp_path / "d.gguf"
-    sizes = []
-
-    def again(_: float) -> None:
-        if not sizes:
-            write(plan, out, "f32")
-            sizes.append(out.stat().st_size)
-
-    write(plan, out, "f16", again)
-    assert out.stat().st_size < sizes[0]
-    assert len(gguf.GGUFReader(out).tensors) == len(plan.tensors)
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from pyllama_kvflash.convert import Source, resolve, write
-plan = resolve(Source(Path(sys.argv[1]), "drafter"), Path(sys.argv[2]))
-print("go", flush=True)
-write(plan, Path(sys.argv[3]), "q8_0")
-print("done", flush=True)
-"""
-
-
-@pytest.mark.nightly(CONVERT)
-def test_killed(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    """At any moment: no file of the final name, or the whole one. What is left has a name of its own, and goes with the next
-    run."""
-
-    def larger(config: drafters.Config, tensors: drafters.Tensors) -> None:
-        config["intermediate_size"] = 16384
-        for name, value in tensors.items():
-            if "mlp.down" in name:
-                tensors[name] = np.resize(value, (64, 16384))
-            elif "mlp." in name:
-                tensors[name] = np.resize(value, (16384, 64))
-
-    source, folder = edited("dense", larger, tmp_path), tmp_path / "out"
-    folder.mkdir()
-    out = folder / "draft.gguf"
-
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", KILLED, source.folder, targets[True], out]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "go\n"
-        return child
-
-    def finish() -> float:
-        begun = time.monotonic()
-        with start() as child:
-            begun = time.monotonic()
-            assert child.stdout is not None
-            assert child.stdout.readline() == "done\n"
-            return time.monotonic() - begun
-
-    seconds = finish()
-    whole = out.read_bytes()
-    rng, left = random.Random(0), 0
-    for _ in range(N_KILLS):
-        out.unlink(missing_ok=True)
-        with start() as child:
-            time.sleep(rng.uniform(0, 1.05 * seconds))
-            child.send_signal(signal.SIGKILL)
-        assert not out.exists() or out.read_bytes() == whole
-        left += len({path.name for path in folder.glob(".draft.gguf.*.part")})
-        assert {path.name for path in folder.iterdir() if not path.name.endswith(".part")} <= {"draft.gguf"}
-    assert left, "all were killed before or after the writing"
-    finish()
-    assert {path.name for path in folder.iterdir()} == {"draft.gguf"}
-    assert out.read_bytes() == whole

@@ -31,7 +31,7 @@ from pyllama_kvflash.convert import resolve
 from pyllama_kvflash.convert import write as write_drafter
 from pyllama_kvflash.errors import KVFlashError, OutputError, UsageError
 from pyllama_kvflash.events import Done
-from pyllama_kvflash.files import Replacement, Uses
+from pyllama_kvflash.files import Uses
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.snapshot import layout
@@ -352,16 +352,6 @@ def test_the_file_that_stdout_goes_to_is_stdout(tmp_path: Path) -> None:
 #
 
 
-def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
-    path = tmp_path / ("ä" * 127)
-    for text in (b"one", b"two"):
-        files.write(path, text)
-        assert path.read_bytes() == text
-    assert names(tmp_path) == [path.name]
-    with pytest.raises(OSError, match="File name too long"):
-        files.write(tmp_path / ("ä" * 128), b"")
-
-
 def test_what_killed_processes_left_is_swept(tmp_path: Path) -> None:
     """Of the same name alone, and of no process that lives."""
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
@@ -397,22 +387,6 @@ def test_a_rename_that_fails_keeps_the_new_file(tmp_path: Path, monkeypatch: pyt
     assert kept.read_text() == "a new one"
     assert names(tmp_path) == sorted([kept.name, "answer"])
     assert path.read_bytes() == OLD
-
-
-def test_other_names_of_an_old_file_keep_it(tmp_path: Path) -> None:
-    path, other = tmp_path / "a", tmp_path / "b"
-    path.write_bytes(OLD)
-    os.link(path, other)
-    files.write(path, b"new")
-    assert (path.read_bytes(), other.read_bytes()) == (b"new", OLD)
-
-
-def test_links_in_a_circle(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        Replacement(tmp_path / "a")
-    assert names(tmp_path) == ["a", "b"]
 
 
 #

@@ -30,7 +30,7 @@ from pyllama_kvflash import hub
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.gguf_header import parts
-from pyllama_kvflash.hub import Wanted, choose, models, tag
+from pyllama_kvflash.hub import Wanted, choose, models
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = [pytest.mark.native, pytest.mark.nightly(HUB)]
@@ -158,13 +158,6 @@ def test_choose(names: list[str], quant: str | None, wanted: str | None) -> None
     assert wanted is None or wanted in models(names)
 
 
-@pytest.mark.parametrize("names", [BARTOWSKI, UNSLOTH, UNSLOTH_VISION, GGML_ORG, LMSTUDIO, MRADERMACHER, UNDERSCORES])
-def test_every_tag_that_is_offered_can_be_chosen(names: list[str]) -> None:
-    for name in models(names):
-        assert tag(name)
-        assert tag(choose(names, tag(name)) or "") == tag(name)
-
-
 def test_parts() -> None:
     assert parts("a/m-Q8_0.gguf") == ["a/m-Q8_0.gguf"]
     assert parts("a/m-00002-of-00003.gguf") == [f"a/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
@@ -252,13 +245,6 @@ def test_inspect(fake: Hub, environ: dict[str, str]) -> None:
     assert not fake.asked
 
 
-def test_run(fake: Hub, environ: dict[str, str]) -> None:
-    args = ("-p", "The secret code for the", "-n", "2", "--temp", "0", "-c", "1K", "-q")
-    res = good(environ, "run", "-hf", "test/needle:Q8_0", *args)
-    assert res.stderr == ""
-    assert res.stdout == good(environ, "run", str(BUNDLED_MODEL), *args).stdout
-
-
 def test_a_plan_downloads_the_header_alone(fake: Hub, environ: dict[str, str]) -> None:
     """By ranges, twice as much each time; what was downloaded is not asked for. The command that it prints downloads the model."""
     script = "from pyllama_kvflash import hub, cli; hub._HEADER = 1 << 16; cli.main()"
@@ -288,12 +274,6 @@ def test_a_plan_downloads_the_header_alone(fake: Hub, environ: dict[str, str]) -
     ]
     assert not [path for method, path, _ in fake.asked if method == "GET" and path.endswith(".gguf")]
     assert "there is no such" not in found
-
-
-def test_a_file_goes_before_the_quant(fake: Hub, environ: dict[str, str]) -> None:
-    found = json.loads(good(environ, "inspect", "-hf", "test/needle:F16", "-hff", "needle-Q8_0.gguf", "--json").stdout)
-    assert found["model"].endswith("needle-Q8_0.gguf")
-    assert fake.downloads() == ["needle-Q8_0.gguf"]
 
 
 def test_revision(fake: Hub, environ: dict[str, str]) -> None:
@@ -339,11 +319,6 @@ def test_a_download_that_breaks_off_goes_on(fake: Hub, environ: dict[str, str]) 
     assert re.fullmatch(r"bytes=[1-9]\d+-", ranges[1] or "")
     (blob,) = Path(environ["HF_HOME"]).rglob("blobs/*")
     assert blob.read_bytes() == data
-
-
-def test_quiet(fake: Hub, environ: dict[str, str]) -> None:
-    res = process(environ, "run", "-hf", "test/needle:F16", "-q", "-p", "x")
-    assert res.stderr.count("\n") == 1, res.stderr  # needle-F16.gguf is not a model
 
 
 def test_interrupted(fake: Hub, environ: dict[str, str]) -> None:
@@ -486,13 +461,6 @@ def inspected(*args: str) -> str:
     return str(json.loads(res.stdout)["model"]) if res.exit_code == 0 else res.stderr
 
 
-def test_spellings(wanted: list[Wanted]) -> None:
-    for option in ("-hf", "-hfr", "--hf-repo"):
-        inspected(option, "a/b:F16")
-    inspected("-hf", "a/b", "--hf-file", "c.gguf", "--offline")
-    assert wanted == [*[Wanted("a/b", None, "F16")] * 3, Wanted("a/b", None, None, "c.gguf", offline=True)]
-
-
 def test_what_is_typed_goes_before_the_environment(
     wanted: list[Wanted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -508,11 +476,6 @@ def test_what_is_typed_goes_before_the_environment(
     assert "the environment names two models, env.gguf and -hf a/b" in inspected()
     inspected("-hf", "d/e")
     assert wanted[1].repo == "d/e"
-
-
-def test_a_file_of_no_repository(wanted: list[Wanted]) -> None:
-    assert "-hff c.gguf is a file of no repository: add -hf user/model" in inspected("-hff", "c.gguf")
-    assert not wanted
 
 
 def test_no_model_at_all() -> None:

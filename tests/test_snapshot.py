@@ -27,7 +27,6 @@ from support.snapshots import (
     Other,
     answer,
     assert_same,
-    flat,
     go_on,
     ids,
     read,
@@ -36,7 +35,7 @@ from support.snapshots import (
     with_policy,
 )
 
-from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, as_dict
+from pyllama_kvflash import KVFlash, Reselect, Token, as_dict
 from pyllama_kvflash.cli.needles import ask
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Context
@@ -218,34 +217,6 @@ def test_what_was_under_way_on_a_gpu_goes_on_without_one(
     kv.check_integrity()
 
 
-@pytest.mark.nightly(ENGINE)
-@pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("name", ["qwen3", "needle"])
-def test_the_same_seed_gives_the_same_text_with_the_usual_schedule(opened: Open, snap: Path, name: str) -> None:
-    """Every 8 tokens: twice, in another context, and after the prompt was restored. share=0, since that is measured by a clock."""
-    sampling, runs = Sampling(temperature=0.8, seed=7), []
-
-    def further(kv: KVFlash) -> None:
-        events = list(kv.generate(MORE[:70], max_tokens=100, sampling=sampling, append=True))
-        scores = [flat(event) for event in events if isinstance(event, Reselect) and event.reason == "decode"]
-        runs.append((ids(events), scores))
-
-    for _ in range(2):
-        kv = opened(name, policy="qk", tau=8)
-        read(kv, 1500).save(snap)
-        further(kv)
-    kv.restore(snap)
-    further(kv)
-    new = opened(name, policy="qk", tau=8)
-    new.restore(snap)
-    further(new)
-    assert len(runs[0][1]) >= 5
-    for tokens, scores in runs[1:]:
-        assert tokens == runs[0][0]
-        assert len(scores) == len(runs[0][1])
-        assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(scores, runs[0][1], strict=True))
-
-
 @pytest.mark.usefixtures("wordless")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_restored_sequence_can_be_saved_again(opened: Open, snap: Path, name: str) -> None:
@@ -278,17 +249,6 @@ def test_an_exact_prompt_lies_where_it_lay(opened: Open, snap: Path, policy: str
     assert_same(go_on(kv), want)
 
 
-@pytest.mark.usefixtures("wordless")
-def test_pins_come_back(opened: Open, snap: Path) -> None:
-    kv, new = opened(), opened()
-    kv.pin(300, 400)
-    read(kv, 2000).save(snap)
-    new.restore(snap)
-    assert_same(seen(new), seen(kv))
-    assert new.residency().protected[[4, 5, 6]].all()
-    assert_same(go_on(new), go_on(kv))
-
-
 @pytest.mark.parametrize("kind", ["draft", "ngram"])
 def test_speculation_goes_on(opened: Open, document: NeedlePrompt, learnt: Path, kind: str) -> None:
     """The drafter never read what was restored, and learns of it: no token is another one, and guesses are right again."""
@@ -307,17 +267,6 @@ def test_speculation_goes_on(opened: Open, document: NeedlePrompt, learnt: Path,
         n_drafted += as_dict(got[-1])["stats"]["drafted"]
     assert n_drafted > 0
     new.check_integrity()
-
-
-def test_single_tokens_go_on(opened: Open, snap: Path) -> None:
-    """With decode() as well, the next scoring comes when it would have come."""
-    kv = read(opened(), 2000)
-    for token in MORE[:10]:
-        kv.decode([int(token)])
-    kv.save(snap)
-    want = forced(kv)
-    kv.restore(snap)
-    np.testing.assert_array_equal(forced(kv), want)
 
 
 @pytest.mark.usefixtures("wordless")
@@ -420,10 +369,6 @@ def test_another_pool_has_the_hottest(opened: Open, snap: Path, name: str, pool:
 COVERING: dict[str, Any] = {"n_ctx": 2048, "pool": 2048, "snapshots": True}
 
 
-def test_snapshots_keep_a_pool_that_covers_the_context(opened: Open) -> None:
-    assert opened(**COVERING).n_pool == 2048
-
-
 def forced(kv: KVFlash, n: int = 20) -> np.ndarray[Any, Any]:
     """The logits of tokens that are given, one by one."""
     return np.array([kv.logits() for token in MORE[500 : 500 + n] if kv.decode([int(token)]) is not None])
@@ -475,16 +420,6 @@ def test_the_text_after_a_part_is_that_of_the_part_alone(opened: Open, document:
     assert got == want
     assert chosen.n_held == 30
     assert document.needles[0].answer in kv.detokenize(got)
-
-
-@pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("name", MODELS)
-def test_a_prompt_that_begins_with_all_of_it_restores_all(opened: Open, snap: Path, name: str) -> None:
-    kv = opened(name)
-    read(kv, 2000).save(snap)
-    want = go_on(kv)
-    assert kv.restore(snap, np.concatenate([TOKENS[:2000], MORE])) == 2000
-    assert_same(go_on(kv), want)
 
 
 def test_a_prompt_that_is_all_of_it_leaves_a_token_to_decode(opened: Open, snap: Path) -> None:
@@ -564,19 +499,6 @@ def test_without_checkpoints_only_all_can_be_saved(opened: Open, snap: Path, nam
     assert kv.n_tokens == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_what_went_on_after_a_restore_can_be_cut_as_well(opened: Open, snap: Path, name: str) -> None:
-    """The end of what was restored, in the middle of a chunk, is no place to cut at."""
-    kv = opened(name, **COVERING)
-    read(kv, 700).save(snap)
-    kv.restore(snap)
-    read(kv, 1000).save(snap)
-    n = kv.restore(snap, np.concatenate([TOKENS[:800], MORE]))
-    assert n == (768 if name == "qwen3" else 640)
-    kv.check_integrity()
-    assert kv.n_tokens == n
-
-
 @pytest.mark.usefixtures("cut_always")
 @pytest.mark.parametrize("name", STATEFUL)
 def test_where_a_restored_text_ended_is_no_checkpoint(opened: Open, snap: Path, name: str) -> None:
@@ -586,15 +508,3 @@ def test_where_a_restored_text_ended_is_no_checkpoint(opened: Open, snap: Path, 
     kv.restore(snap)
     read(kv, 1000)
     assert kv.checkpoints == [640, 960]
-
-
-@pytest.mark.usefixtures("cut_always")
-def test_rollback_forgets_later_checkpoints(opened: Open) -> None:
-    kv = opened("gemma4", **COVERING)
-    read(kv, 300)
-    read(kv, 700)
-    assert kv.checkpoints == [256, 640]
-    kv.rollback(600)
-    assert kv.checkpoints == [256]
-    kv.clear()
-    assert kv.checkpoints == []

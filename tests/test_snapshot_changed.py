@@ -13,7 +13,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
 from support.runs import Open
-from support.snapshots import GREEDY, MORE, TOKENS, Odd, answer, assert_same, go_on, ids, read, whole
+from support.snapshots import GREEDY, MORE, TOKENS, Odd, answer, assert_same, go_on, ids, read
 
 from pyllama_kvflash import KVFlash, Warn
 from pyllama_kvflash.errors import HostMemoryError, SnapshotError
@@ -141,24 +141,6 @@ def test_changed_while_records_are_read_ahead(
 
 
 @each_change
-def test_changed_between_two_records(opened: Open, snap: Path, change: Callable[[Path], None]) -> None:
-    """What was read by then stays as it is; what was not is told, as often as it is asked for."""
-    kv, control = opened(policy="lru"), opened(policy="lru")
-    for one in (kv, control):
-        one.restore(snap)
-        one.page_in(2)
-    change(snap)
-    for _ in range(2):
-        with pytest.raises(SnapshotError, match="not a whole snapshot: the record of chunk 3 was"):
-            kv.page_in(3)
-        kv.check_integrity()
-    for one in (kv, control):
-        one.page_out(2)
-        one.page_in(2)
-    assert answer(kv, MORE[:70]) == answer(control, MORE[:70])
-
-
-@each_change
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_changed_before_a_capture_is_written(
     opened: Open, snap: Path, change: Callable[[Path], None], when: str
@@ -177,19 +159,6 @@ def test_changed_before_a_capture_is_written(
     assert list(snap.parent.iterdir()) == [snap]
     kv.check_integrity()
     assert answer(kv, MORE[:100]) == answer(control, MORE[:100])
-
-
-def test_changed_after_all_of_it_was_read(opened: Open, snap: Path) -> None:
-    """By a capture: then it is not needed any more."""
-    kv, control = opened(policy="lru"), opened(policy="lru")
-    kv.restore(snap)
-    control.restore(snap)
-    kv.save(snap.with_name("copy.kvsnap"))
-    truncate(snap)
-    kv.save(snap)
-    assert snap.read_bytes() == snap.with_name("copy.kvsnap").read_bytes()
-    whole(snap)
-    assert_same(go_on(kv), go_on(control))
 
 
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS)
@@ -257,21 +226,6 @@ def test_a_cached_text_is_changed_in_use(
         events = list(kv.generate(MORE[:100], max_tokens=20, sampling=GREEDY, append=True))
         assert [event for event in events if isinstance(event, Warn)]
         assert ids(events) == answer(opened(policy=Odd("oldest"), pool=768), text, 20, append=False)
-    kv.check_integrity()
-
-
-@each_change
-def test_a_cached_text_is_changed_before_it_is_used(
-    opened: Open, tmp_path: Path, change: Callable[[Path], None]
-) -> None:
-    """The longest one that is whole is taken."""
-    kv = opened(policy="lru")
-    cache, first, last = two_turns(kv, tmp_path)
-    change(last)
-    assert cache.restore(kv, np.concatenate([TOKENS[:2000], MORE[:100]])) == 1280
-    change(first)
-    assert cache.restore(kv, np.concatenate([TOKENS[:2000], MORE[:100]])) == 0
-    assert kv.n_tokens == 0
     kv.check_integrity()
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
 from support.runs import Open
-from support.snapshots import GREEDY, MORE, STATEFUL, TOKENS, Odd, answer, assert_same, go_on, ids, read
+from support.snapshots import GREEDY, MORE, TOKENS, Odd, answer, assert_same, go_on, ids, read
 
 from pyllama_kvflash import Done, KVFlash, Reselect, Warn
 from pyllama_kvflash.errors import SnapshotError, UsageError
@@ -63,14 +63,6 @@ def test_a_snapshot_of_another_cache(opened: Open, saved: Path, what: str) -> No
     usable_afterwards(kv)
 
 
-@pytest.mark.parametrize("name", STATEFUL)
-def test_a_snapshot_of_another_architecture(opened: Open, saved: Path, name: str) -> None:
-    kv = opened(name)
-    with pytest.raises(SnapshotError, match="another model"):
-        kv.restore(saved)
-    usable_afterwards(kv)
-
-
 def test_a_snapshot_of_other_weights(saved: Path, tiny_path: Callable[[str], Path], tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     data = bytearray(tiny_path("qwen3").read_bytes())
@@ -80,15 +72,6 @@ def test_a_snapshot_of_other_weights(saved: Path, tiny_path: Callable[[str], Pat
         with pytest.raises(SnapshotError, match="it is of another model"):
             kv.restore(saved)
         usable_afterwards(kv)
-
-
-def test_a_snapshot_of_the_same_model_under_another_name(
-    saved: Path, tiny_path: Callable[[str], Path], tmp_path: Path
-) -> None:
-    path = tmp_path / "moved.gguf"
-    path.write_bytes(tiny_path("qwen3").read_bytes())
-    with KVFlash.from_file(path, **SMALL) as kv:
-        assert kv.restore(saved) == 2000
 
 
 def test_a_snapshot_of_another_text(opened: Open, saved: Path) -> None:
@@ -246,23 +229,6 @@ def test_a_damaged_record_is_found_in_the_middle_of_an_answer(opened: Open, save
     text = [*TOKENS[:2000], *MORE[:100], *got[:n]]
     assert got[n:] in (answer(cold, text, 80 - n, append=False), answer(cold, text[:-1], 80 - n + 1, append=False)[1:])
     kv.check_integrity()
-
-
-@pytest.mark.usefixtures("wordless")
-def test_a_prompt_alone_that_was_mended_leaves_no_token_behind(opened: Open, saved: Path, snap: Path) -> None:
-    """The last token of the answer before is in the context once."""
-    old, kv, cold = (opened(policy=policy) for policy in ("lru", Odd("oldest"), Odd("oldest")))
-    old.restore(saved)
-    answer(old, MORE[:70], 10)
-    old.save(snap)
-    text = [*old.tokens, old.sequence.pending, *MORE[:100]]
-    kv.restore(damaged(snap, first_out(snap), snap.with_name("damaged.kvsnap")))
-    events = list(kv.generate(MORE[:100], max_tokens=0, append=True))
-    assert [event for event in events if isinstance(event, Warn)]
-    assert kv.tokens.tolist() == text
-    assert kv.sequence.pending is None
-    assert answer(kv, MORE[100:120]) == [answer(cold, text, 0, append=False), answer(cold, MORE[100:120])][1]
-    np.testing.assert_array_equal(kv.tokens, cold.tokens)
 
 
 def test_a_damaged_record_that_is_asked_for(opened: Open, saved: Path, snap: Path) -> None:

@@ -148,30 +148,6 @@ def test_rows_begin_on_a_page(snap: Path, record_bytes: int, meta_bytes: int) ->
         assert data[at : at + record_bytes] == record.tobytes()
 
 
-def test_the_same_contents_give_the_same_bytes(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("a.kvsnap", "b.kvsnap")]
-    for path in paths:
-        write(path, *made())
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-
-
-def test_an_open_file_is_read_when_its_name_is_gone(small: Path) -> None:
-    _, records = made()
-    file = SnapshotFile(small)
-    small.unlink()
-    for i, record in enumerate(records):
-        np.testing.assert_array_equal(file.record(i), record)
-
-
-def test_an_open_file_is_read_when_another_one_takes_the_name(small: Path) -> None:
-    _, records = made()
-    file = SnapshotFile(small)
-    write(small, *made(seed=1))
-    for i, record in enumerate(records):
-        np.testing.assert_array_equal(file.record(i), record)
-    assert_holds(verified(small), *made(seed=1))
-
-
 def n_open(folder: Path) -> int:
     """Files of a folder that this process has open."""
     found = 0

@@ -22,7 +22,6 @@ from support.formats import (
     made,
     resigned,
     sections,
-    verified,
     with_forged_guests,
     with_guests,
 )
@@ -85,37 +84,6 @@ def test_a_byte_of_a_record(small: Path, chunk: int) -> None:
         done.extend(file.verify())
 
 
-@pytest.mark.parametrize("at", range(0, HEADER.itemsize, 7))
-def test_a_byte_of_the_header(small: Path, at: int) -> None:
-    data = bytearray(small.read_bytes())
-    data[at] ^= 0x10
-    small.write_bytes(data)
-    with pytest.raises(SnapshotError, match=str(small)) as err:
-        SnapshotFile(small)
-    assert "\n" not in str(err.value)
-
-
-def test_bytes_between_sections_say_nothing(small: Path) -> None:
-    used = np.zeros(small.stat().st_size, bool)
-    used[: HEADER.itemsize] = True
-    for start, end in sections(small).values():
-        used[start:end] = True
-    data = np.frombuffer(small.read_bytes(), np.uint8).copy()
-    assert 0 < np.count_nonzero(~used) < 5000
-    data[~used] ^= 0xFF
-    small.write_bytes(data.tobytes())
-    assert_holds(verified(small), *made())
-
-
-def test_cut_off_at_every_border(small: Path) -> None:
-    data = small.read_bytes()
-    borders = {0, 1, HEADER.itemsize, len(data) - 4096, *(at for pair in sections(small).values() for at in pair)}
-    for n in sorted({max(0, at + d) for at in borders for d in (-1, 0, 1)} - {len(data), len(data) + 1}):
-        small.write_bytes(data[:n])
-        with pytest.raises(SnapshotError, match=f"{small} is not a whole snapshot: it has {n:,} bytes"):
-            SnapshotFile(small)
-
-
 def test_more_than_all(small: Path) -> None:
     data = small.read_bytes()
     small.write_bytes(data + b"x")
@@ -134,17 +102,6 @@ def test_another_version_says_so(small: Path, version: int) -> None:
             SnapshotError, match=rf"by another version of kvflash \(format {version}, here 4\): remove it"
         ):
             SnapshotFile(small)
-
-
-@pytest.mark.parametrize("i", range(len(FULL) - 2))
-def test_sections_that_changed_places(fresh: Path, i: int) -> None:
-    one, two = (sections(fresh)[name] for name in FULL[i : i + 2])
-    data = bytearray(fresh.read_bytes())
-    swapped = data[:]
-    swapped[one[0] : one[0] + two[1] - two[0]] = data[slice(*two)]
-    fresh.write_bytes(swapped)
-    with pytest.raises(SnapshotError, match="was changed"):
-        SnapshotFile(fresh)
 
 
 @pytest.mark.parametrize("field", ["n_layer", "n_block", "n_slot"])
@@ -255,19 +212,6 @@ def test_a_disk_that_cannot_be_read(small: Path, monkeypatch: pytest.MonkeyPatch
 def test_no_regular_files(path: str) -> None:
     with pytest.raises(SnapshotError, match=path):
         SnapshotFile(Path(path))
-
-
-def test_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match="it is not a regular file"):
-        SnapshotFile(tmp_path)
-
-
-@pytest.mark.parametrize("path", ["x" * 300, "missing/text.kvsnap"], ids=["long", "missing"])
-def test_a_name_that_no_file_can_have(tmp_path: Path, path: str) -> None:
-    for call in (SnapshotFile, lambda name: write(name, *made())):
-        with pytest.raises(SnapshotError) as err:
-            call(tmp_path / path)
-        assert "\n" not in str(err.value)
 
 
 MUTATIONS: list[Callable[[random.Random, bytearray, list[int]], None]] = []

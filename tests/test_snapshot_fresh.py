@@ -14,7 +14,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
 from support.cuts import cut_off_at_every_line
-from support.formats import codes_of, sections, with_forged_guests
+from support.formats import codes_of, sections
 from support.runs import Open
 from support.snapshots import FRESH, MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
 
@@ -91,17 +91,6 @@ def damage(path: Path, section: str, to: Path) -> Path:
 #
 
 
-@pytest.mark.parametrize("chunk", [16, 32])
-def test_smaller_chunks(opened: Open, snap: Path, chunk: int) -> None:
-    """Of which several have their codes in one tile."""
-    kv = opened(chunk=chunk, pool=512, n_batch=64, n_ubatch=64)
-    answer(read(kv, 1000), MORE[100:130], 5)
-    kv.save(snap)
-    want = go_on(kv)
-    kv.restore(snap)
-    assert_same(go_on(kv), want)
-
-
 def test_with_columns_of_values(opened: Open, snap: Path) -> None:
     """Without flash attention, a unit's rows of V are not in one piece."""
     kv = opened(flash_attn="off")
@@ -144,45 +133,6 @@ def test_codes_are_not_made_again(opened: Open, saved: Path, monkeypatch: pytest
     kv.decode([7])
     assert room(kv).native.n_fetched() <= n_fetched + units.size  # each slot once at most
     kv.check_integrity()
-
-
-@pytest.mark.parametrize("n_known", [24 * 64, 2**32 - 1])
-def test_a_snapshot_whose_means_would_tell_of_more_than_there_is(
-    opened: Open, saved: Path, snap: Path, n_known: int
-) -> None:
-    snap.write_bytes(with_forged_guests(saved, "n_known", n_known))
-    kv = opened(**EXACT)
-    why = f"of its 1,500 positions 1,472 have codes, and {n_known:,} had some when the last segment began"
-    with pytest.raises(SnapshotError, match=f"{snap} is not a whole snapshot: {why}$"):
-        kv.restore(snap)
-    kv.check_integrity()
-    assert kv.restore(saved) == N
-
-
-def test_what_fits_the_pool_has_no_guests(opened: Open, snap: Path) -> None:
-    kv = read(opened(), 700)
-    kv.save(snap)
-    contents = SnapshotFile(snap).contents
-    assert contents.guests is None
-    assert sections(snap)["codes"][0] == sections(snap)["codes"][1]
-    want = go_on(kv)
-    kv.restore(snap)
-    assert_same(go_on(kv), want)
-
-
-def test_guests_of_a_text_that_was_rolled_back(opened: Open, snap: Path) -> None:
-    """They keep their blocks, although everything is there."""
-    kv = read(opened(), N)
-    kv.rollback(200)
-    kv.save(snap)
-    assert len(room(kv).native.tables()[0])
-    want = go_on(kv)
-    kv.restore(snap)
-    assert_same(go_on(kv), want)
-    other = opened(coarse="2")
-    other.restore(snap)
-    assert len(room(other).native.tables()[0]) == 0
-    other.check_integrity()
 
 
 #
@@ -249,23 +199,6 @@ def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> Non
     again.restore(saved)
     answer(again, MORE[:70])
     assert_same(seen(again), seen(one))
-
-
-@pytest.mark.usefixtures("never_made")
-def test_a_pool_that_holds_all_of_it(opened: Open, saved: Path) -> None:
-    """Its logits are those of a pool that never had codes. Once something must go, the codes go on."""
-    kv, plain = (opened(pool=2048, **EXACT, **options) for options in (FRESH, PLAIN))
-    kv.restore(saved)
-    plain.restore(saved)
-    assert len(room(kv).native.tables()[0]) == 0
-    for token in MORE[:10]:
-        for one in (kv, plain):
-            one.decode([int(token)])
-        np.testing.assert_array_equal(kv.logits(), plain.logits())
-    answer(kv, MORE[10:700], 20)
-    assert room(kv).native.info().n > 23 * 64
-    assert len(room(kv).native.tables()[0])
-    kv.check_integrity()
 
 
 def test_a_file_of_another_policy(opened: Open, saved: Path, snap: Path) -> None:
@@ -415,11 +348,3 @@ def test_the_cache_keeps_codes_for_each_text(opened: Open, tmp_path: Path, monke
     assert cache.stats.damaged == 1
     assert not second.exists()
     kv.check_integrity()
-
-
-def test_the_cache_counts_the_codes(opened: Open, tmp_path: Path) -> None:
-    """A file that is larger than the cache only with them is not written."""
-    kv = read(opened(snapshots=True), N)
-    records = kv.pager.ledger.n_chunks * kv.pager.records.record_bytes
-    assert PrefixCache(tmp_path, records + room(kv).n_bytes(kv.n_tokens) - 1).save(kv) is None
-    assert not list(tmp_path.rglob("*.kvsnap"))

@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import subprocess
 import sys
 import threading
@@ -50,47 +49,10 @@ def test_the_full_cache(opened: Open, snap: Path) -> None:
     assert kv.n_tokens == 100
 
 
-def test_a_file_is_nobody_else_s(opened: Open, snap: Path) -> None:
-    read(opened(), 100).save(snap)
-    assert snap.stat().st_mode & 0o777 == 0o600
-    assert os.listdir(snap.parent) == [snap.name]  # noqa: PTH208 (a name)
-
-
 def test_progress(opened: Open, snap: Path) -> None:
     kv, told = read(opened(), 300), []
     kv.save(snap, on_record=lambda *done: told.append(done))
     assert told == [(i, 5) for i in range(1, 6)]
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "missing/text.kvsnap",
-        "file/text.kvsnap",
-        "folder",
-        pytest.param("x" * 300, id="long"),
-        pytest.param("a\0b", id="nul"),
-    ],
-)
-def test_a_place_that_cannot_be_written_to(opened: Open, tmp_path: Path, where: str) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    kv = read(opened(), 300)
-    with pytest.raises((SnapshotError, UsageError)) as err:
-        kv.save(tmp_path / where)
-    assert "\n" not in str(err.value)
-    assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
-    kv.save(tmp_path / "text.kvsnap")
-    kv.check_integrity()
-
-
-def test_a_folder_that_may_not_be_written_to(opened: Open, tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir(mode=0o500)
-    if os.access(folder, os.W_OK):
-        pytest.skip("nothing is forbidden to root")
-    with pytest.raises(SnapshotError, match="cannot be written: Permission denied"):
-        read(opened(), 100).save(folder / "text.kvsnap")
 
 
 def test_a_full_disk(opened: Open, snap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,18 +76,6 @@ def test_a_full_disk(opened: Open, snap: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(whole(snap).contents.tokens) == 400
 
 
-def test_a_file_that_may_not_grow(opened: Open, snap: Path) -> None:
-    kv = read(opened(), 300)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(SnapshotError, match="cannot be written: File too large"):
-            kv.save(snap)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(snap.parent.iterdir()) == []
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, ValueError])
 def test_a_save_that_is_broken_off(opened: Open, snap: Path, error: type[BaseException]) -> None:
     """By whoever is told of its progress."""
@@ -141,23 +91,6 @@ def test_a_save_that_is_broken_off(opened: Open, snap: Path, error: type[BaseExc
     kv.rollback(100)
     assert kv.pager.records.memory._held == []
     kv.save(snap)
-    whole(snap)
-
-
-def test_what_a_killed_process_left_does_not_matter(opened: Open, snap: Path) -> None:
-    """Of one with the same number, too, as in a container that was started again."""
-    for name in (f".{snap.name}.part", f".{snap.name}.{os.getpid()}.part"):
-        snap.with_name(name).write_bytes(b"half")
-    read(opened(), 300).save(snap)
-    whole(snap)
-
-
-def test_two_at_once_under_one_name(opened: Open, snap: Path) -> None:
-    """The last one stands, whole."""
-    kv = read(opened(), 1000)
-    captures = [kv.capture() for _ in range(2)]
-    for future in [capture.begin(snap) for capture in captures]:
-        future.result(30)
     whole(snap)
 
 

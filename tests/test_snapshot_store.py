@@ -146,19 +146,6 @@ def test_several_threads_read_at_once() -> None:
     memory.close()
 
 
-def test_the_place_of_a_lent_record_is_its_own(store: HostStore) -> None:
-    store.lend(0, b"checksum", lent(9))
-    store.lend(1, b"checksum", lent(8))
-    store.forget(1)
-    assert 1 not in store
-    assert store.memory.n_used == 1
-    put(store, *range(1, 20))
-    assert (store.get(0) == 9).all()
-    assert store.memory.n_used == 20
-    store.forget(0)
-    assert store.memory.n_used == 0
-
-
 def test_lent_records_count_for_the_limit() -> None:
     memory = HostMemory(N, limit=3 * N)
     store = HostStore(memory)
@@ -213,18 +200,6 @@ def test_checksums(store: HostStore) -> None:
     assert computed == [0, 1, 51, 52]
 
 
-def test_the_checksum_of_a_record_that_was_forgotten(store: HostStore) -> None:
-    """Is that of the record, not of what has its number now."""
-    put(store, 3)
-    holder = store.hold()
-    old = store.stored(3)
-    store.forget(0)
-    store.put(3)[:] = 99
-    for stored, first in ((old, b"\3"), (store.stored(3), b"c"), (old, b"\3")):
-        assert stored.summed(lambda r: bytes(r[:1])) == first
-    store.release(holder)
-
-
 @pytest.mark.parametrize("again", [True, False])
 def test_a_record_that_is_forgotten_while_its_checksum_is_computed(store: HostStore, again: bool) -> None:
     """By a thread that saves it: the checksum is known of what was saved, and of nothing else."""
@@ -263,24 +238,6 @@ def test_what_is_held_stays_until_it_is_released(store: HostStore) -> None:
     store.release(two)
     store.memory.reserve(0)
     assert store.memory.n_used == len(store) == 40
-    store.forget(0)
-    assert store.memory.n_used == 0
-
-
-def test_places_that_were_held_are_used_again(store: HostStore) -> None:
-    put(store, *range(64))
-    held = store.memory.held_bytes
-    holder = store.hold()
-    store.forget(0)
-    store.release(holder)
-    put(store, *range(64))
-    assert store.memory.held_bytes == held
-
-
-def test_what_is_not_held_is_used_again_at_once(store: HostStore) -> None:
-    put(store, 0)
-    holder = store.hold()
-    store.release(holder)
     store.forget(0)
     assert store.memory.n_used == 0
 

@@ -51,28 +51,6 @@ def full(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def test_a_new_store_is_empty_and_holds_nothing() -> None:
-    store = HostStore(HostMemory(N))
-    assert len(store) == store.used_bytes == store.memory.held_bytes == 0
-    assert 0 not in store
-    with pytest.raises(KeyError):
-        store.get(0)
-
-
-def test_a_chunk_keeps_its_place() -> None:
-    store = HostStore(HostMemory(N))
-    first = store.put(3)
-    assert first.shape == (N,)
-    assert first.dtype == np.uint8
-    assert first.flags.c_contiguous
-    first[:] = 9
-    assert place(store.put(3)) == place(store.get(3)) == place(first)
-    assert (store.get(3) == 9).all()
-    assert len(store) == 1
-    assert 3 in store
-    assert 2 not in store
-
-
 def test_views_hold_while_the_store_grows() -> None:
     """The very array that put() gave stays the record, however many slabs come after it."""
     store = HostStore(HostMemory(N))
@@ -125,27 +103,6 @@ def free_places(store: HostStore) -> set[int]:
     }
 
 
-def test_forget_takes_the_first_chunk_and_all_later_ones() -> None:
-    store = HostStore(HostMemory(N))
-    for chunk in (9, 2, 5, 4):
-        store.put(chunk)[:] = mark(chunk)
-    store.forget(5)
-    assert [chunk for chunk in range(12) if chunk in store] == [2, 4]
-    assert (store.get(4) == mark(4)).all()
-    store.forget(100)
-    assert len(store) == 2
-
-
-def test_memory_stays_within_a_tenth_of_the_records() -> None:
-    store = HostStore(HostMemory(N))
-    for chunk in range(5000):
-        store.put(chunk)
-        assert store.used_bytes == (chunk + 1) * N
-        assert store.used_bytes <= store.memory.held_bytes
-        if chunk + 1 >= 200:
-            assert store.memory.held_bytes <= store.used_bytes * 1.10
-
-
 def test_memory_stays_within_a_tenth_after_reserving_a_batch() -> None:
     """As the engine does: room for 8 chunks, which are then written."""
     store = HostStore(HostMemory(N))
@@ -192,19 +149,6 @@ def test_no_memory_is_an_error_of_ours_and_loses_nothing(full: SimpleNamespace) 
     assert 8 in store
 
 
-def test_no_memory_in_the_middle_of_a_reservation(full: SimpleNamespace) -> None:
-    """What was taken by then stays usable."""
-    store = HostStore(HostMemory(N))
-    full.left = 2
-    with pytest.raises(HostMemoryError):
-        store.memory.reserve(100)
-    assert len(store) == 0
-    held = store.memory.held_bytes
-    for chunk in range(held // N):
-        store.put(chunk)
-    assert store.memory.held_bytes == held
-
-
 #
 # the limit
 #
@@ -239,14 +183,6 @@ def test_limit_refuses_before_anything_is_taken(memory: "Memory", step: str, res
     store.memory.expect(1 - (step == "put"))  # up to the limit it goes on
     store.put(4)
     assert len(store) == 5
-
-
-@pytest.mark.parametrize(
-    ("limit", "shown"), [(1, "0.00 KiB"), (3 << 10, "3.00 KiB"), (5 << 20, "5.00 MiB"), (3 << 29, "1.50 GiB")]
-)
-def test_limit_is_told_in_units_that_read_well(limit: int, shown: str) -> None:
-    with pytest.raises(HostMemoryError, match=rf" take 4\.00 GiB of host memory, and {re.escape(shown)} are allowed: "):
-        HostMemory(1 << 30, limit=limit).expect(4)
 
 
 def test_limit_holds_for_what_is_taken_not_only_for_what_is_used(memory: "Memory") -> None:
@@ -369,15 +305,6 @@ def test_no_memory_for_one_of_several_slabs(memory: Memory) -> None:
     assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(28))
 
 
-def test_plain_memory_is_committed_ahead_too(full: SimpleNamespace) -> None:
-    store = HostStore(HostMemory(N))
-    store.memory.expect(10)
-    until(lambda: full.left == 1_000_000 - 1)
-    store.memory.reserve(10)
-    assert (full.left, store.memory.held_bytes) == (1_000_000 - 1, 10 * N)
-    shut(store)
-
-
 def test_nothing_waits_for_memory_that_is_not_needed_yet(memory: Memory) -> None:
     store = memory.store()
     store.memory.reserve(2)
@@ -415,24 +342,6 @@ def test_what_is_expected_is_taken_once(memory: Memory) -> None:
     assert store.memory.held_bytes == 7 * N
 
 
-def test_expected_memory_is_within_the_limit(memory: Memory) -> None:
-    store = memory.store(limit=40 * N)
-    for chunk in range(32):
-        store.put(chunk)
-    store.memory.expect(8)
-    for chunk in range(32, 40):
-        store.put(chunk)
-    assert store.memory.held_bytes == sum(memory.sizes) == 40 * N
-
-
-def test_a_record_larger_than_a_slab(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SLAB", N - 1)
-    store = memory.store()
-    store.memory.expect(3)
-    store.memory.reserve(3)
-    assert memory.sizes == [N] * 3
-
-
 def test_no_memory_ahead_is_said_when_it_is_needed(memory: Memory) -> None:
     """In one sentence, once; what came before is there, and the store goes on when memory is there again."""
     store = memory.store()
@@ -455,20 +364,6 @@ def test_no_memory_ahead_is_said_when_it_is_needed(memory: Memory) -> None:
         store.put(chunk)[:] = mark(chunk)
     assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(12))
     assert store.memory.held_bytes == 12 * N
-
-
-def test_no_memory_takes_no_more(memory: Memory) -> None:
-    """Slabs that still wait for their turn are not taken once one has failed."""
-    store = memory.store()
-    memory.fail = lambda i: i == 0
-    gate = memory.gate(1)
-    store.memory.expect(20)
-    with pytest.raises(HostMemoryError):
-        store.memory.reserve(1)
-    gate.set()
-    store.memory._grower.submit(lambda: None).result()  # after all that waits for the thread
-    assert len(memory.sizes) <= 2
-    assert len(store) == store.memory.held_bytes == 0
 
 
 def test_no_thread_to_take_memory_ahead(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,11 +406,6 @@ def test_close_while_memory_is_being_taken(memory: Memory) -> None:
     assert len(memory.sizes) == 1
     assert [slab() for slab in memory.slabs] == [None]
     assert not [t for t in threading.enumerate() if t.name.startswith("kvflash-host")]
-
-
-def test_close_of_a_store_that_was_never_used() -> None:
-    shut(HostStore(HostMemory(N)))
-    shut(HostStore(HostMemory(N, limit=1)))
 
 
 #

@@ -1,12 +1,9 @@
 """vendor/vendor.py on tiny fake sdists; the network is never used."""
 
 import hashlib
-import importlib.util
 import io
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -25,20 +22,6 @@ def test_fill(repo: Repository) -> None:
     assert repo.read("src/b.cpp") == TEN_LINES
     assert repo.read("ggml/src/c.c") == "// first\nint c;\n"
     assert repo.staging() == []
-
-
-def test_fill_twice(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo.fill()
-    before = repo.state()
-    monkeypatch.setenv("KVFLASH_LLAMA_SDIST", "/nonexistent")  # not needed when there is nothing to do
-    assert repo.fill() == f"{repo.tree} is up to date"
-    assert repo.state() == before
-
-
-def test_fill_without_patches(repo: Repository) -> None:
-    shutil.rmtree(repo.patches)
-    assert repo.fill().endswith("+ 0 patches")
-    assert repo.read("src/a.cpp") == TEN_LINES
 
 
 def test_fill_from_the_cache(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,19 +58,6 @@ def test_changed_pin_is_unpacked(repo: Repository) -> None:
     assert repo.read("src/b.cpp") == "new\n"
 
 
-def test_times(repo: Repository) -> None:
-    repo.fill()
-    first = repo.mtime("src/b.cpp")
-    assert first > 10**18  # not the sdist's time, which is 0
-    repo.age()
-    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
-    (repo.patches / "0002-c.patch").unlink()
-    repo.fill()
-    assert repo.mtime("src/b.cpp") == 10**18
-    assert repo.mtime("src/a.cpp") >= first
-    assert repo.mtime("ggml/src/c.c") >= first  # back to upstream's text, and so newer than its object
-
-
 @pytest.mark.parametrize("command", ["fill", "check"])
 def test_wrong_hash(repo: Repository, capsys: pytest.CaptureFixture[str], command: str) -> None:
     repo.fill()
@@ -96,16 +66,6 @@ def test_wrong_hash(repo: Repository, capsys: pytest.CaptureFixture[str], comman
     sentence = refused(capsys, repo, command)
     actual = hashlib.sha256(b"garbage").hexdigest()
     assert re.search(rf"wrong sha256 \(expected [0-9a-f]{{64}}, actual {actual}\)", sentence)
-
-
-def test_wrong_hash_in_the_cache(
-    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KVFLASH_LLAMA_SDIST")
-    cached = repo.tree.parent / "cache" / "llama_cpp_python-1.2.tar.gz"
-    cached.parent.mkdir()
-    cached.write_bytes(b"garbage")
-    assert f"{cached} has the wrong sha256" in refused(capsys, repo)
 
 
 @pytest.mark.parametrize(
@@ -120,18 +80,6 @@ def test_unreadable_sdist(
 ) -> None:
     monkeypatch.setenv("KVFLASH_LLAMA_SDIST", named)
     assert f"KVFLASH_LLAMA_SDIST={named} cannot be read: {reason}" in refused(capsys, repo)
-
-
-def test_sdist_not_a_tar(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    repo.sdist.write_bytes(b"garbage")
-    repo.pin(repo.sdist)
-    assert "is not a readable tar file" in refused(capsys, repo)
-
-
-def test_sdist_cut_short(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    repo.sdist.write_bytes(repo.sdist.read_bytes()[:-60])
-    repo.pin(repo.sdist)
-    assert "is not a readable tar file" in refused(capsys, repo)
 
 
 def test_sdist_without_llama_cpp(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,17 +105,6 @@ def test_foreign_tree(repo: Repository, capsys: pytest.CaptureFixture[str], stam
         (repo.tree / ".kvflash-vendor.json").write_text(stamp)
     sentence = refused(capsys, repo, command)
     assert f"{repo.tree} lacks a valid .kvflash-vendor.json: delete it and run `make vendor`" in sentence
-
-
-def test_recorded_file_missing(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    repo.fill()
-    (repo.tree / "src" / "b.cpp").unlink()
-    assert "lacks src/b.cpp: delete it and run `make vendor`" in refused(capsys, repo)
-
-
-def test_tree_does_not_exist(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("check", "patches"):
-        assert "does not exist: run `make vendor`" in refused(capsys, repo, command)
 
 
 def test_local_edits_survive(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,16 +139,6 @@ def test_patch_does_not_apply(repo: Repository, capsys: pytest.CaptureFixture[st
         assert reason in sentence
     assert "line FIVE\n" in repo.read("src/a.cpp")
     assert Path.cwd().exists()
-
-
-def test_crash_of_patch_ng(
-    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def crash(*_: object, **__: object) -> None:
-        raise IndexError("list index out of range")  # what some overlapping hunks cause
-
-    monkeypatch.setattr("patch_ng.PatchSet.apply", crash)
-    assert "patches/0001-a.patch does not apply: IndexError('list index" in refused(capsys, repo)
 
 
 def test_patch_already_applied(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,44 +218,6 @@ def test_round_trip(repo: Repository) -> None:
     }
 
 
-def test_lines_that_look_like_a_diff_can_go(repo: Repository) -> None:
-    upstream = "-- a/src/x\n++ b/src/x\n-- \nlast\n"
-    with tarfile.open(repo.sdist, "w:gz") as archive:
-        info = tarfile.TarInfo(f"{PREFIX}/src/d.sql")
-        info.size = len(upstream)
-        archive.addfile(info, io.BytesIO(upstream.encode()))
-    repo.pin(repo.sdist)
-    shutil.rmtree(repo.patches)
-    repo.patches.mkdir()
-    repo.fill()
-    (repo.tree / "src" / "d.sql").write_text("last\n")
-    repo.patch("0001-d.patch", "Files: src/d.sql\n")
-    vendor.regenerate(repo.layout)
-    assert "\n--- a/src/x\n" in (repo.patches / "0001-d.patch").read_text()
-    assert "equals" in vendor.check(repo.layout)
-
-
-def test_header_alone_changes_nothing(repo: Repository) -> None:
-    repo.fill()
-    repo.patch("0001-a.patch", PATCH_A.replace("Why", "How"))
-    assert "is up to date" in repo.fill()
-    repo.edit("src/b.cpp", "line 2\n", "")
-    repo.patch("0001-a.patch", "# Files: src/a.cpp src/b.cpp\n" + PATCH_A)
-    assert vendor.regenerate(repo.layout) == "1 of 2 patches rewritten"
-    assert (repo.patches / "0001-a.patch").read_text().startswith("# Files: src/a.cpp src/b.cpp\nWhy a.cpp")
-
-
-def test_patch_that_changed_since_the_fill(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    repo.fill()
-    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
-    repo.edit("ggml/src/c.c", "// first", "// 1st")
-    vendor.regenerate(repo.layout)
-    assert capsys.readouterr().err == (
-        "vendor: note: patches/0001-a.patch had changes that the tree lacks, see `git diff`\n"
-    )
-    assert (repo.patches / "0001-a.patch").read_text() == PATCH_A
-
-
 def test_edit_in_no_patch(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
     repo.fill()
     repo.edit("src/b.cpp", "line 3\n", "mine\n")
@@ -339,27 +228,11 @@ def test_edit_in_no_patch(repo: Repository, capsys: pytest.CaptureFixture[str]) 
     assert (repo.patches / "0001-a.patch").read_text() == PATCH_A
 
 
-def test_patches_cannot_add_files(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    repo.fill()
-    (repo.tree / "src" / "new.cpp").write_text("mine\n")
-    assert "patches cannot add files: move src/new.cpp out of" in refused(capsys, repo, "patches")
-
-
 def test_patch_names_no_upstream_file(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
     repo.fill()
     repo.patch("0003-x.patch", "Files: src/x.cpp\n")
     sentence = refused(capsys, repo, "patches")
     assert "patches/0003-x.patch names src/x.cpp, which is not upstream's" in sentence
-
-
-def test_patch_that_would_be_empty(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    repo.fill()
-    repo.edit("src/a.cpp", "FIVE", "5")
-    sentence = refused(capsys, repo, "patches")
-    assert "patches/0001-a.patch would be empty, as its files equal upstream's: delete it" in sentence
-    (repo.patches / "0001-a.patch").unlink()
-    vendor.regenerate(repo.layout)
-    assert "is up to date" in repo.fill()
 
 
 @pytest.mark.parametrize("text", ["line 1\nno newline", TEN_LINES.replace("6\n", "6\r\n"), TEN_LINES[:-1]])
@@ -369,13 +242,6 @@ def test_edit_that_no_patch_can_say(repo: Repository, capsys: pytest.CaptureFixt
     sentence = refused(capsys, repo, "patches")
     assert "no patch can say the edits in src/a.cpp" in sentence
     assert (repo.patches / "0001-a.patch").read_text() == PATCH_A
-
-
-def test_patches_after_a_changed_pin(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    repo.fill()
-    repo.sdist.write_bytes(b"another")
-    repo.pin(repo.sdist)
-    assert "is from another pin: put that back into" in refused(capsys, repo, "patches")
 
 
 def test_check(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
@@ -456,26 +322,6 @@ def test_download_fails(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> No
     assert not repo.tree.exists()
 
 
-@pytest.mark.parametrize("module", ["pip", "scikit_build_core"])
-def test_download_needs(
-    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
-    monkeypatch.delenv("KVFLASH_LLAMA_SDIST")
-    find_spec = importlib.util.find_spec
-    # A module that is surely there stands for those that are not the one under test.
-    monkeypatch.setattr(vendor.importlib.util, "find_spec", lambda name: None if name == module else find_spec("json"))
-    sentence = refused(capsys, repo)
-    assert f"downloading llama-cpp-python needs {module}, which is missing: run `" in sentence
-    assert "or name a downloaded sdist in KVFLASH_LLAMA_SDIST" in sentence
-
-
-def test_patch_ng_missing(
-    repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "patch_ng", None)
-    assert "patch-ng is missing: run `" in refused(capsys, repo)
-
-
 def test_command_line(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     done = repo.run("fill")
     assert (done.returncode, done.stderr) == (0, "")
@@ -501,18 +347,3 @@ def test_command_line(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None
         done = repo.run(*arguments)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
-
-
-def test_two_fills_at_once(repo: Repository) -> None:
-    command = [sys.executable, str(repo.tree.parent / "vendor.py"), "fill"]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = sorted(run.communicate()[0].split()[3] for run in runs)
-    assert [run.returncode for run in runs] == [0, 0]
-    assert outputs == ["now", "up"]  # one of them filled, and the other waited and had nothing to do
-    assert "equals" in vendor.check(repo.layout)
-
-
-def test_what_a_killed_run_left_is_removed(repo: Repository) -> None:
-    (repo.tree.parent / ".llama.cpp.staging-1" / "new").mkdir(parents=True)
-    repo.fill()
-    assert repo.staging() == []
