@@ -1,6 +1,5 @@
 """A warning where threads wait for cores: once, and not for idle cores, a moment's work, or one thread."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from support.runs import GREEDY
 from pyllama_kvflash import KVFlash, Warn
 from pyllama_kvflash.engine import cores
 from pyllama_kvflash.engine.cores import Cores
-from pyllama_kvflash.engine.generation import Generation, step_together
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.cores import N_STEPS, CoreWatch
@@ -44,32 +42,6 @@ def test_what_was_measured(worked: float, waited: float, says: bool) -> None:
     [first, then] = looks((5.0, 3.0), (5.0 + worked, 3.0 + waited))
     assert first is None
     assert then == (pytest.approx(waited / (worked + waited)) if says else None)
-
-
-def test_a_moment_says_nothing_until_it_lasts() -> None:
-    assert looks((0, 0), (0.1, 0.4), (0.3, 0.7)) == [None, None, pytest.approx(0.7)]
-
-
-def test_times_from_before_do_not_count() -> None:
-    assert looks((0, 0), (10, 1), (11, 1.1), (11.6, 2)) == [None, None, None, pytest.approx(0.6)]
-
-
-def test_a_thread_that_ends_takes_its_times_along() -> None:
-    assert looks((10, 9), (4, 0), (5, 0.1), (5, 3)) == [None, None, None, pytest.approx(1.0)]
-
-
-def test_steps_between_looks() -> None:
-    watch = CoreWatch()
-    assert [i for i in range(3 * N_STEPS) if watch.due()] == [0, N_STEPS, 2 * N_STEPS]
-
-
-@pytest.mark.parametrize("times", [[(0, 0), (1, 1)], [None]])
-def test_once_is_enough(times: Sequence[tuple[float, float] | None]) -> None:
-    """As it is where the system does not say."""
-    watch = CoreWatch()
-    for t in times:
-        watch.look(t)
-    assert not any(watch.due() for _ in range(2 * N_STEPS))
 
 
 @pytest.mark.parametrize(
@@ -120,15 +92,6 @@ def test_a_prompt_warns_while_it_is_read(crowded: list[int]) -> None:
     with KVFlash.from_file(BUNDLED_MODEL, n_ctx=2048, n_threads=2, n_ubatch=32) as kv:
         events = list(kv.prefill([100] * 1280))
     assert [i for i, e in enumerate(events) if e == Warn(SAYS)] == [31], "threads have worked and waited for 60 s"
-
-
-def test_answers_that_are_decoded_together_warn(crowded: list[int]) -> None:
-    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, n_threads=2, n_parallel=2) as kv:
-        answers = [Generation(s.decoder, kv.tokenize("a"), sampling=GREEDY) for s in kv.sequences]
-        for answer in answers:
-            list(answer.read())
-        events = [e for _ in range(N_STEPS + 1) for each in step_together(answers) for e in each]
-    assert [e for e in events if isinstance(e, Warn)] == [Warn(SAYS)] * 2
 
 
 @pytest.mark.parametrize("options", [{"n_threads": 1}, {"n_threads": None}])

@@ -51,22 +51,6 @@ def test_a_character_belongs_to_the_token_that_completes_it(text: str, at: list[
     assert char_spans(pieces)[:, 1].tolist() == complete
 
 
-@pytest.mark.parametrize(
-    ("pieces", "ends"),
-    [
-        ([], []),
-        ([b""], [0]),
-        ([b"a\xe2", b"\x82", b"", b"\xacb"], [1, 1, 1, 3]),
-        ([b"a\xe2", b"b"], [1, 3]),
-        ([b"a\xe2", b"\x82", b""], [1, 2, 2]),  # the empty one at the end takes no part in it
-    ],
-)
-def test_cut_characters(pieces: list[bytes], ends: list[int]) -> None:
-    spans = char_spans(pieces)
-    assert spans.shape == (len(pieces), 2)
-    assert spans[:, 1].tolist() == ends
-
-
 #
 # spread
 #
@@ -104,52 +88,6 @@ def test_spread_is_as_defined(lengths_from: list[int], lengths_to: list[int], da
     res = spread(scores, spans_of(lengths_from), spans_of(lengths_to))
     assert res.dtype == np.float64
     assert res.tolist() == spread_slowly(scores, spans_of(lengths_from), spans_of(lengths_to))
-
-
-@given(text=texts, cuts_from=cuts, cuts_to=cuts, seed=st.integers(0, 99))
-@CHECK
-def test_every_token_gets_the_highest_score_of_its_characters(
-    text: str, cuts_from: list[int], cuts_to: list[int], seed: int
-) -> None:
-    spans_from, spans_to = char_spans(cut(text.encode(), cuts_from)), char_spans(cut(text.encode(), cuts_to))
-    scores = np.random.default_rng(seed).normal(size=len(spans_from))
-    of_char = [x for x, (start, end) in zip(scores, spans_from, strict=True) for _ in range(start, end)]
-    res = spread(scores, spans_from, spans_to)
-    assert np.isfinite(res).all()
-    for x, (start, end) in zip(res, spans_to, strict=True):
-        if start < end:
-            assert x == max(of_char[start:end])
-        elif of_char:
-            assert x == of_char[min(start, len(of_char) - 1)]
-
-
-@given(text=texts, at=cuts)
-@CHECK
-def test_equal_tokens_keep_their_scores(text: str, at: list[int]) -> None:
-    spans = char_spans(cut(text.encode(), at))
-    scores = np.arange(len(spans), 0, -1) * -1.5
-    held = spans[:, 0] < spans[:, 1]
-    assert spread(scores, spans, spans)[held].tolist() == scores[held].tolist()
-
-
-def test_a_leading_space_moves_little() -> None:
-    """100 words of 4 characters against the same with a space before them."""
-    words, spaced = spans_of([4] * 100), spans_of([5] + [4] * 99)
-    for hot in (0, 50, 99):
-        scores = np.zeros(100)
-        scores[hot] = 1
-        res = spread(scores, spaced, words)
-        assert res[hot] == 1
-        assert res.sum() <= 3
-
-
-def test_spread_to_nothing_and_from_nothing() -> None:
-    none = spans_of([])
-    assert spread([], none, none).shape == spread([1.0], spans_of([1]), none).shape == (0,)
-    with pytest.raises(ValueError, match="no score to give to 2 tokens"):
-        spread([], none, spans_of([1, 0]))
-    with pytest.raises(ValueError, match=r"shape \(2,\) for 1 spans"):
-        spread([1.0, 2.0], spans_of([1]), spans_of([1]))
 
 
 #
@@ -298,30 +236,6 @@ def is_text(data: bytes) -> bool:
     return True
 
 
-def test_a_long_text_costs_what_is_new_though_a_space_is_put_before_it() -> None:
-    toy = Toy(spaced)
-    other = Retokenizer(toy.tokenize, toy.piece, 16)
-    text = "ab€ " * 5000
-    other.update(text)
-    toy.given.clear()
-    for _ in range(10):
-        n = len(other.tokens)
-        text += "ba 😀"
-        assert other.update(text) > n - 16
-    assert max(map(len, toy.given)) < 16 * LONGEST + 10
-    assert toy.pieces(other.tokens) == spaced(text.encode())
-
-
-def test_a_character_that_comes_in_parts() -> None:
-    toy = Toy(greedy)
-    other = Retokenizer(toy.tokenize, toy.piece, 1)
-    data = ("b" * 20 + SAMPLE).encode()
-    for n in range(len(data) + 1):
-        other.update(data[:n])
-        assert b"".join(toy.pieces(other.tokens)).decode() == data[:n].decode("utf-8", "replace")
-    check_partition(other.spans, 20 + len(SAMPLE))
-
-
 def test_tokens_are_kept_in_a_rollback() -> None:
     toy = Toy(greedy)
     other = Retokenizer(toy.tokenize, toy.piece, 2)
@@ -351,9 +265,3 @@ def test_an_error_of_the_tokenizer_changes_nothing() -> None:
     toy.split = greedy
     assert toy.pieces(other.tokens) == [b"x", b"y", b"z"]
     assert other.update("xyzz") == 3
-
-
-def test_overlap_is_not_negative() -> None:
-    toy = Toy(greedy)
-    with pytest.raises(ValueError, match="overlap is -1: choose 0 or more"):
-        Retokenizer(toy.tokenize, toy.piece, -1)

@@ -45,53 +45,6 @@ def test_exactly_enough_and_one_byte_less(n: int) -> None:
     assert less.pool == ("auto" if n == 4 else CAP)
 
 
-def test_only_as_many_layers_as_must_go_where_they_differ() -> None:
-    """The first layer is dense: its number counts all the same."""
-    gpu = replace(GPU, experts=(0, 500 * MIB, 100 * MIB, 600 * MIB))
-    for n, left in enumerate((1200, 1200, 700, 600, 0)):
-        need = RESERVE + (100 + left + 64) * MIB
-        assert on(need, gpu).n_cpu_moe == (0 if n <= 1 else n)
-
-
-def test_a_pool_with_a_number_takes_the_place_of_the_cap() -> None:
-    for pool, mib in ((2048, 32), (2000, 32), (FLOOR, 16), (1, 16), (CAP * 2, 128), (1 << 30, 512)):
-        need = RESERVE + (100 + 300 * 2 + mib) * MIB
-        assert on(need, pool=pool).n_cpu_moe == 2
-        assert on(need - 1, pool=pool).n_cpu_moe == 3
-        assert on(need, pool=pool).pool == pool
-
-
-def test_no_pool_is_the_full_cache() -> None:
-    for n_ctx, mib in ((N_CTX, 512), (8192, 128), (8191, 128), (100, 4)):  # in steps of 256 cells
-        need = RESERVE + (100 + 300 * 3 + mib) * MIB
-        found = on(need, pool="off", n_ctx=n_ctx)
-        assert (found.n_cpu_moe, found.pool, found.redundant) == (1, "off", False)
-        assert on(need - 1, pool="off", n_ctx=n_ctx).n_cpu_moe == 2
-
-
-def test_a_pool_is_no_larger_than_the_context() -> None:
-    need = RESERVE + (100 + 300 * 2 + 32) * MIB
-    found = on(need, n_ctx=2000)
-    assert (found.n_cpu_moe, found.pool) == (2, 2048), "covers the context: it becomes the full cache"
-    assert on(need - 1, n_ctx=2000).n_cpu_moe == 3
-
-
-def test_a_cap_below_the_floor_is_the_floor() -> None:
-    gpu = replace(GPU, free=RESERVE + (100 + 300 * 2 + 16) * MIB)
-    for cap in (1, 256, FLOOR, FLOOR + 255):
-        found = place_experts("auto", [gpu], pool="auto", n_ctx=N_CTX, floor=FLOOR, cap=cap)
-        assert (found.n_cpu_moe, found.pool) == (2, FLOOR)
-
-
-def test_a_copy_of_the_largest_tensor_counts_once_experts_are_on_the_host() -> None:
-    gpu = replace(GPU, copy=110 * MIB)
-    assert on(NEED[0], gpu).n_cpu_moe == 0, "not before"
-    for n in (1, 2, 3, 4):
-        assert on(NEED[n] + 110 * MIB, gpu).n_cpu_moe == n
-        assert on(NEED[n] + 110 * MIB - 1, gpu).n_cpu_moe == min(n + 1, 4)
-    assert " + 110 MiB a copy for prompts + " in on(NEED[1] + 110 * MIB, gpu).notes[0]
-
-
 #
 # redundant or not
 #
@@ -128,16 +81,6 @@ def test_a_pool_that_keeps_experts_on_the_gpu_is_never_turned_off() -> None:
     assert on(BESIDE_ALL - 1, pool="off").n_cpu_moe == 1
 
 
-def test_nor_one_beside_which_the_full_cache_would_keep_as_many() -> None:
-    """The layers are so large that it makes no difference: the pool stays, and no word of what it keeps."""
-    gpu = replace(GPU, experts=(2000 * MIB, 2000 * MIB))
-    free = RESERVE + (100 + 2000 + 512) * MIB
-    found = on(free, gpu)
-    assert (found.n_cpu_moe, found.pool, found.redundant) == (1, CAP, False)
-    assert len(found.notes) == 1
-    assert on(free, gpu, pool="off").n_cpu_moe == 1
-
-
 def test_a_full_cache_that_would_not_fit_at_all() -> None:
     found = on(RESERVE + (100 + 64) * MIB)
     assert found.n_cpu_moe == 4
@@ -145,11 +88,6 @@ def test_a_full_cache_that_would_not_fit_at_all() -> None:
         "the pool keeps experts on the GPU: beside the full cache of 32,768 tokens there would be no room even with all of"
         " them on the host"
     )
-
-
-def test_without_a_pool_nothing_is_redundant() -> None:
-    found = on(BESIDE_ALL, pool="off")
-    assert (found.n_cpu_moe, found.pool, found.redundant) == (0, "off", False)
 
 
 #
@@ -212,33 +150,6 @@ def test_every_device_holds_its_part(first: int, second: int, n: int, tight: str
     assert place(b, HOST, a).n_cpu_moe == n, "in any order"
     assert place(replace(a, free=a.free - 1), b).n_cpu_moe == less[0]
     assert place(a, replace(b, free=b.free - 1)).n_cpu_moe == less[1]
-
-
-def test_redundant_on_every_device_or_not_at_all() -> None:
-    a = replace(FIRST, free=RESERVE + (100 + 600 + 256) * MIB)
-    b = replace(SECOND, free=RESERVE + (200 + 600 + 256) * MIB)
-    assert place(a, b, HOST).redundant
-    for short in ((replace(a, free=a.free - 1), b), (a, replace(b, free=b.free - 1))):
-        found = place(*short, HOST)
-        assert (found.n_cpu_moe, found.pool, found.redundant) == (0, CAP, False)
-
-
-def test_a_gpu_without_experts_must_hold_its_part_too() -> None:
-    """No experts that go make room there."""
-    other = Holding("CUDA1", RESERVE + (700 + 64) * MIB, 700 * MIB, 16 * KIB, (0,) * 4)
-    assert place(replace(GPU, free=NEED[1]), other).n_cpu_moe == 1
-    found = place(replace(GPU, free=NEED[1]), replace(other, free=RESERVE + (700 + 16) * MIB - 1))
-    assert found.n_cpu_moe == 4
-    assert "free on CUDA1, the tightest of 2 devices" in found.warnings[0]
-
-
-def test_layers_on_the_host_count_and_cost_nothing() -> None:
-    """Of partly offloaded models the first layers are there as it is."""
-    gpu = replace(GPU, experts=(0, 0, 300 * MIB, 300 * MIB), free=RESERVE + (100 + 300 + 64) * MIB)
-    host = replace(HOST, experts=(300 * MIB, 300 * MIB, 0, 0), token_bytes=16 * KIB)
-    assert place(gpu, host).n_cpu_moe == 3
-    assert "(300 MiB)" in place(gpu, host).notes[0]
-    assert place(replace(gpu, free=gpu.free + 300 * MIB), host).n_cpu_moe == 0
 
 
 #

@@ -74,21 +74,6 @@ def test_it_follows_the_text() -> None:
     assert np.median(again[-200:]) >= 6
 
 
-def test_one_slow_round_changes_nothing() -> None:
-    a, times = CASES["streaming"]
-    look = Lookahead(range(N_MOST + 1))
-    play(look, 60, a, times)
-    before = look.n
-    look.checked(before, before, 100.0, 100.0)
-    assert abs(look.n - before) <= 4
-
-
-@pytest.mark.parametrize("n_most", [0, 1, 3])
-def test_it_stays_within_the_most(n_most: int) -> None:
-    look = Lookahead(range(n_most + 1))
-    assert set(play(look, 300, 0.99, CASES["streaming"][1])) <= set(range(n_most + 1))
-
-
 def test_it_takes_only_what_there_is() -> None:
     """One of few numbers, the nearest to the best in speed."""
     choices = (1, 2, 4, 8)
@@ -98,13 +83,6 @@ def test_it_takes_only_what_there_is() -> None:
         assert set(chosen) <= set(choices)
         best = max(choices, key=lambda n: rate(n, a, *times))
         assert np.median(chosen[20:]) == pytest.approx(best, rel=0.5)
-
-
-def test_a_check_that_takes_no_time() -> None:
-    look = Lookahead(range(N_MOST + 1))
-    for _ in range(5):
-        look.checked(look.n, 0, 0.0, 0.0)
-        assert 0 <= look.n <= N_MOST
 
 
 def test_acceptance_is_that_of_tokens_whose_predecessors_were_right() -> None:
@@ -142,16 +120,6 @@ def test_drafts_that_are_never_right_end_in_plain_steps() -> None:
     assert chosen[:3] == [0, 0, 0], "a plain step is measured first"
     assert any(chosen)
     assert sum(n > 0 for n in chosen) < 0.05 * len(chosen)
-
-
-def test_drafts_that_are_right_grow() -> None:
-    chosen = steps(DraftLength([1, 2, 4, 8], Gate()), 500, 0.95)
-    assert np.median(chosen[50:]) == 8
-
-
-def test_a_single_length_is_not_measured() -> None:
-    assert set(steps(DraftLength([5], Gate(0)), 50, 0.0)) == {5}
-    assert set(steps(DraftLength([5]), 50, 0.0)) == {5}
 
 
 def test_a_plain_step_that_only_the_gate_caused_is_counted() -> None:
@@ -247,15 +215,6 @@ def test_an_easy_text_is_forgotten_where_a_hard_one_begins() -> None:
         look.checked(64, 1, 0.3, 0.1, tops=[0.99] * 64)
     assert doubt.all_right([0.99], 0.5) < 0.65
     assert look.next.n < 10
-
-
-def test_a_draft_of_average_tokens_is_as_long_as_pays() -> None:
-    """Where nothing is known but how often they are right."""
-    look = Lookahead(range(N_MOST + 1))
-    play(look, 60, 0.8, CASES["streaming"][1])
-    length, n = look.next, look.n
-    assert 0 < n < length.n <= N_MOST
-    assert look.all_right([0.5] * (n - 1)) > length.least >= look.all_right([0.5] * n)
 
 
 def test_nothing_ends_a_draft_whose_length_is_fixed_or_tried() -> None:

@@ -1,9 +1,7 @@
 """Needle prompts: determinism, spans, depths, lengths, held-out keys, errors.  No model, no native code."""
 
 import ast
-import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,6 @@ PIECES = re.compile(
 
 def count_pieces(text: str) -> int:
     return len(PIECES.findall(text))
-
-
-def count_with_bos(text: str) -> int:
-    """A counter that adds a token to every text: counts of lines exceed the count of their text."""
-    return count_pieces(text) + 1
-
-
-def count_joined(text: str) -> int:
-    """A counter that charges for line starts within a text only: the text exceeds the sum of its lines."""
-    return count_pieces(text) + 2 * max(0, text.count("\n") - 1)
 
 
 def depths(prompt: NeedlePrompt) -> list[float]:
@@ -67,20 +55,6 @@ def test_document_reads_as_promised() -> None:
         assert prompt.text.count(n.answer) == 1
 
 
-def test_same_text_in_every_process_and_python_version() -> None:
-    digest = hashlib.sha256()
-    variants: tuple[dict[str, Any], ...] = ({}, {"seed": 2}, {"held_out": True}, {"drop": True})
-    for options in variants:
-        prompt = make_prompt(4096, count_pieces, **options)
-        digest.update(prompt.text.encode())
-        digest.update(repr(prompt.needles).encode())
-    assert digest.hexdigest()[:12] == "6bae6a67ceda"
-
-
-def test_equal_arguments_give_equal_prompts() -> None:
-    assert make_prompt(3000, count_pieces, seed=5) == make_prompt(3000, count_pieces, seed=5)
-
-
 def test_seeds_differ() -> None:
     texts = {make_prompt(1500, count_pieces, seed=seed).text for seed in range(20)}
     assert len(texts) == 20
@@ -99,26 +73,6 @@ def test_length_and_depths(n_tokens: int, drop: bool) -> None:
     assert n_tokens - 50 <= prompt.n_tokens <= n_tokens
     even = [(i + 0.5) / 16 for i in range(16)]
     assert depths(prompt) == pytest.approx(even, abs=70 / n_tokens + 0.008)
-
-
-@pytest.mark.parametrize("count", [count_with_bos, count_joined, len, lambda text: len(text.split())])
-def test_counters_that_do_not_add_up(count: Callable[[str], int]) -> None:
-    for n_tokens in (900, 20_000):
-        prompt = make_prompt(n_tokens, count, n_needles=8)
-        assert prompt.n_tokens == count(prompt.text)
-        assert n_tokens - 100 <= prompt.n_tokens <= n_tokens
-
-
-def test_counts_little_more_than_every_character_once() -> None:
-    seen = 0
-
-    def count(text: str) -> int:
-        nonlocal seen
-        seen += len(text)
-        return count_pieces(text)
-
-    prompt = make_prompt(16_384, count)
-    assert seen < 2.5 * len(prompt.text)  # lines, then the whole text
 
 
 def test_drop_leaves_only_the_needles_out() -> None:
@@ -142,23 +96,6 @@ def test_held_out_keys_are_not_trained_ones() -> None:
     assert all(held_out(key) for key in seen[True])
     assert not any(held_out(key) for key in seen[False])
     assert seen[True].isdisjoint(seen[False])
-
-
-@pytest.mark.parametrize("choice", [False, True])
-def test_most_needles(choice: bool) -> None:
-    prompt = make_prompt(40_000, count_pieces, n_needles=MAX_NEEDLES, held_out=choice)
-    assert len({n.key for n in prompt.needles}) == MAX_NEEDLES
-    assert len({n.answer for n in prompt.needles}) == MAX_NEEDLES
-
-
-def test_smallest_document_is_the_needles_alone() -> None:
-    with pytest.raises(ValueError, match=r"n_tokens is 10, .* 3 needles alone take (\d+) tokens") as error:
-        make_prompt(10, count_pieces, n_needles=3)
-    needed = re.search(r"take (\d+)", str(error.value))
-    assert needed
-    prompt = make_prompt(int(needed[1]), count_pieces, n_needles=3)
-    assert prompt.text == "".join(n.statement + "\n" for n in prompt.needles)
-    assert prompt.n_tokens == int(needed[1])
 
 
 @pytest.mark.parametrize(

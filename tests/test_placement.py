@@ -38,7 +38,6 @@ SMALL: dict[str, Any] = {**LRU, "n_ctx": 4096, "coarse": "off"}
 MOE = "qwen3moe"
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.")
 NO_GPU = "experts: all are in host memory as it is, there is no GPU to save memory on"
-FLOOR_OF_SMALL = 768
 COMMON_H = Path(__file__).parent.parent / "vendor" / "llama.cpp" / "common" / "common.h"
 
 
@@ -170,15 +169,6 @@ def test_experts_on_the_host_give_the_same_logits(opened: Open, loads: list[dict
         assert np.array_equal(kv.logits(), want)
 
 
-def test_a_number_does_not_look_at_memory(opened: Open, gpu: Callable[..., None], loads: list[dict[str, Any]]) -> None:
-    gpu(0)
-    kv = opened(MOE, n_cpu_moe=1, pool="auto", auto_cap=1024)
-    assert kv.notes[0].startswith(f"experts: those of the first of {kv.model.n_layer} layers stay on the host (")
-    assert kv.notes[1].startswith("auto: half of "), "the pool as ever"
-    assert len(loads[-1]["on_host"]) == 1
-    assert kv.warnings == ()
-
-
 @HOST
 @pytest.mark.parametrize(("asked", "n"), [(1, 1), ("auto", 0)])
 def test_a_model_without_experts(opened: Open, loads: list[dict[str, Any]], asked: int | str, n: int) -> None:
@@ -192,14 +182,6 @@ def test_a_model_without_experts(opened: Open, loads: list[dict[str, Any]], aske
 #
 # auto
 #
-
-
-@HOST
-def test_auto_without_a_gpu(opened: Open, loads: list[dict[str, Any]]) -> None:
-    kv = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=1024)
-    assert kv.notes[0] == NO_GPU
-    assert kv.notes[1].startswith("auto: half of ")
-    assert (kv.options.n_cpu_moe, kv.n_pool, loads[-1]["on_host"]) == (0, 1024, [])
 
 
 @pytest.mark.parametrize("name", [MOE, "qwen35moe", "gpt-oss", "deepseek2"])
@@ -219,51 +201,6 @@ def test_auto_finds_the_number_for_the_pool(
         less = opened(name, n_cpu_moe="auto", pool=1024)
         assert less.options.n_cpu_moe == min(left + 1, size.n_layer)
         assert len(less.warnings) == (left == size.n_layer)
-
-
-def test_auto_turns_off_a_redundant_pool_unless_it_is_a_number(
-    opened: Open, gpu: Callable[..., None], loads: list[dict[str, Any]], tiny_path: Callable[[str], Path]
-) -> None:
-    size = Sizes(tiny_path(MOE))
-    gpu(size.need(0, 4096))
-    kv = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=1024)
-    assert (kv.n_pool, kv.options.pool, kv.options.n_cpu_moe) == (None, "off", 0)
-    assert len(kv.notes) == 1
-    assert "the pool is redundant, and turned off" in kv.notes[0]
-    forced = opened(MOE, n_cpu_moe="auto", pool=1024)
-    assert (forced.n_pool, forced.options.n_cpu_moe) == (1024, 0)
-    assert "the pool of 1,024 tokens is not needed" in forced.notes[0]
-    gpu(size.need(0, 4096) - 1)
-    kept = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=1024)
-    assert (kept.n_pool, kept.options.n_cpu_moe, loads[-1]["on_host"]) == (1024, 0, [])
-    assert kept.notes[1].startswith("the pool keeps experts on the GPU: ")
-
-
-def test_auto_for_several_sequences(gpu: Callable[..., None], tiny_path: Callable[[str], Path]) -> None:
-    """The full cache is that of all of them."""
-    size = Sizes(tiny_path(MOE), n_seq=2)
-    options = {"n_cpu_moe": "auto", "pool": "auto", "auto_cap": 2048, "n_parallel": 2}
-    gpu(size.need(0, 2 * 4096))
-    with loaded(tiny_path(MOE), **options) as found:
-        assert found.n_pool is None
-    gpu(size.need(0, 2 * 4096) - 1)
-    with loaded(tiny_path(MOE), **options) as found:
-        assert found.n_pool == 2048
-
-
-def test_the_pool_takes_what_all_experts_leave(
-    opened: Open, gpu: Callable[..., None], tiny_path: Callable[[str], Path]
-) -> None:
-    size = Sizes(tiny_path(MOE))
-    gpu(size.need(size.n_layer, FLOOR_OF_SMALL))
-    kv = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=2048)
-    assert kv.options.n_cpu_moe == size.n_layer
-    assert "and the pool takes what is left" in kv.notes[0]
-    assert kv.notes[1].startswith("auto: half of ")
-    assert kv.warnings == ()
-    gpu(size.need(size.n_layer, FLOOR_OF_SMALL) - 1)
-    (warning,) = opened(MOE, n_cpu_moe="auto", pool="auto", auto_cap=2048).warnings
-    assert warning.startswith("the GPU is too small even with all experts on the host: ")
 
 
 def test_auto_on_two_gpus(

@@ -17,7 +17,7 @@ from support.commands import good, invoke
 
 from kvflash_bench.shapes import SHAPES, write_outline
 from pyllama_kvflash.engine import expected, loading, planning
-from pyllama_kvflash.engine.need import DRIVER, Need
+from pyllama_kvflash.engine.need import DRIVER
 from pyllama_kvflash.engine.offers import SMALL_BATCH, Offer, best
 from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.native import Model, devices, pretending
@@ -172,23 +172,6 @@ def test_a_plan_is_what_is_looked_at_here_on_another_device() -> None:
     assert [need["kv"] for need in in_ram] == [0, ways(found)["q8_0"]["needs"][0]["kv"]]
 
 
-@pytest.mark.parametrize("context", ["32K", "128K"])
-def test_the_full_f16_cache_is_taken_where_it_fits(context: str) -> None:
-    found = planned("--memory", "4G", "-c", context)
-    assert found["ways"][found["best"]]["kind"] == "f16"
-    assert all(way["fits"] for way in found["ways"])
-
-
-def test_a_pool_is_as_large_as_fits() -> None:
-    roomy = planned("--memory", "1200M", "-c", "128K")
-    tight = planned("--memory", "950M", "-c", "128K")
-    pools = [ways(found)["pool"] for found in (roomy, tight)]
-    assert pools[0]["n_pool"] > pools[1]["n_pool"]
-    assert {pool["options"]["coarse"] for pool in pools} == {"4"}
-    assert not ways(tight)["f16"]["fits"]
-    assert ways(tight)["f16"]["lacking"]["GPU"] == ways(tight)["f16"]["gpu_bytes"] - (950 << 20)
-
-
 def test_a_pool_has_the_most_bits_that_fit(tmp_path: Path) -> None:
     """Rather a small pool with codes than a large one without; and the command and the label name them."""
     path = tmp_path / "8b.gguf"
@@ -319,43 +302,6 @@ def test_weights_stay_in_ram_where_a_card_is_too_small(tmp_path: Path) -> None:
     assert " --kvflash off " in short["ways"][short["best"]]["command"], "there is no pool as small"
 
 
-def test_a_desktop_takes_a_part_of_a_card() -> None:
-    head = good("plan", "--memory", "4G", "-c", "32K").stdout.splitlines()[0]
-    assert "a GPU with 4.0 GiB, of which 0.5 GiB are for other programs (--headroom)" in head
-    assert "a GPU with 4.0 GiB; " in good("plan", "--memory", "4G", "-c", "32K", "--headroom", "0").stdout
-    assert "a GPU with 4.5 GiB; " in good("plan", "--memory", "4.5GiB", "-c", "32K", "--headroom", "0").stdout
-    assert "--headroom leaves nothing of it" in bad(2, "plan", "--memory", "500M", "-c", "32K")
-
-
-def test_experts_may_stay_on_the_host(tmp_path: Path) -> None:
-    """A file without weights is enough."""
-    path = tmp_path / "moe.gguf"
-    write_outline(SHAPES["35b-a3b"], path)
-    found = planned(str(path), "--memory", "8G", "--ram", "64G", "-c", "64K")
-    pool = ways(found)["pool"]
-    assert pool["fits"]
-    gpu, host = pool["needs"]
-    assert gpu["weights"] < 8 * GIB < host["weights"]
-    assert "--n-cpu-moe auto" in pool["command"]
-
-
-def test_the_machine_is_itself_again() -> None:
-    before = [(d.name, d.total) for d in devices()]
-    with pytest.raises(KeyError), pretending(GIB, 2 * GIB):
-        raise KeyError(next(d.free for d in devices() if d.gpu))
-    assert [(d.name, d.total) for d in devices()] == before
-
-
-def test_one_may_pretend_within_pretending() -> None:
-    def memory() -> list[int]:
-        return [d.free for d in devices() if d.free][:2]
-
-    with pretending(GIB, 2 * GIB):
-        with pretending(3 * GIB, 4 * GIB):
-            assert memory() == [3 * GIB, 4 * GIB]
-        assert memory() == [GIB, 2 * GIB]
-
-
 def test_the_least_far_is_taken_of_what_fits() -> None:
     """A pool in f16 with codes of 4 bits rather than a full q8_0 cache, that rather than other pools, 4 bits rather than lossless decoding,
     that rather than fewer bits, all layers on the GPU rather than not, codes rather than none, and never RAM.
@@ -444,16 +390,6 @@ def test_states_are_where_the_cache_is(tiny_path: Callable[[str], Path], name: s
     gpu, host = found["RAM"]["needs"]
     assert gpu["states"] == 0
     assert host["states"] == sum(need["states"] for need in found["f16"]["needs"]) > 0
-
-
-def test_nothing_is_taken_that_lacks_memory() -> None:
-    need = (Need("GPU", gpu=True, kv=1),)
-    full = Offer("f16", {"pool": "off"}, None, need, {"GPU": 1})
-    pool = Offer("pool", {"pool": 4096}, 4096, need, {})
-    lossless = Offer("pool", {"pool": 4096, "mode": "lossless"}, 4096, need, {})
-    assert best([full, pool, lossless], 8192) is lossless, "a pool that sees nothing else is no match"
-    assert best([full, pool], 8192) is pool
-    assert best([full], 8192) is None
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35", "gpt-oss", "deepseek2", "mamba", "qwen4exp"])

@@ -39,12 +39,6 @@ def test_nothing_is_lost_whatever_the_order() -> None:
     assert Paging.seen["page in"] > 100
 
 
-def test_the_older_of_equally_cold_chunks_goes() -> None:
-    assert make_room(filled(scores=[0] * 8), 2) == Plan(drops=(1, 2))
-    assert make_room(filled(), 2) == Plan(drops=(1, 2))
-    assert make_room(filled(scores=[0, 5, 3, 5, 3, 9, 0, 0]), 3) == Plan(drops=(2, 4, 1))
-
-
 def test_free_blocks_are_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = filled(n_tokens=6 * 16 - 1)
     with monkeypatch.context() as patch:
@@ -52,13 +46,6 @@ def test_free_blocks_are_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not make_room(ledger, 2)
         assert not bring_in(ledger, [1, 5])
     assert make_room(ledger, 3).drops == (1,)
-
-
-def test_lru_holds_on_to_what_was_paged_in() -> None:
-    ledger = filled()
-    ledger.drop(1)
-    come_back(ledger, 1)
-    assert make_room(ledger, 5).drops == (2, 3, 4, 5, 1)
 
 
 def test_bring_in_never_drops_what_it_was_asked_for() -> None:
@@ -119,14 +106,6 @@ def test_scores_stay_with_the_first_chunks() -> None:
     assert snapshot(ledger) == before
 
 
-def test_what_is_unscored_is_hotter_than_all_that_is_scored() -> None:
-    ledger = filled(scores=[np.nan, 1e9, np.inf, np.nan, -np.inf, -5])
-    ledger.drop(3)
-    come_back(ledger, 3)
-    assert by_heat(ledger) == [4, 5, 1, 2, 0, 6, 7, 3]
-    assert make_room(ledger, 5).drops == (4, 5, 1, 2, 3)
-
-
 def test_a_chunk_that_was_asked_for_is_hot_until_the_next_scoring() -> None:
     ledger = filled(scores=range(8))
     ledger.unrate(1)
@@ -147,13 +126,6 @@ def test_a_chunk_that_is_written_to_again_loses_its_score() -> None:
     assert np.isnan(ledger.score[5])
 
 
-def test_a_chunk_that_is_full_keeps_its_score_while_the_next_is_written() -> None:
-    ledger = filled(10, n_tokens=8 * 16, scores=range(8))
-    ledger.write(16)
-    assert ledger.score[:8].tolist() == list(range(8))
-    assert np.isnan(ledger.score[8])
-
-
 def test_rollback_forgets_the_scores_behind_it() -> None:
     ledger = filled(scores=range(8))
     ledger.rollback(4 * 16)
@@ -162,15 +134,6 @@ def test_rollback_forgets_the_scores_behind_it() -> None:
     assert np.isnan(ledger.score[4:]).all()
     ledger.clear()
     assert len(ledger.score) == 0
-
-
-def test_scores_stay_where_a_chunk_goes() -> None:
-    ledger = filled(scores=range(8))
-    ledger.drop(1)
-    assert ledger.score[1] == 1
-    come_back(ledger, 1)
-    assert ledger.score[1] == 1
-    assert make_room(ledger, 1).drops == (1,), "a score counts for more than what was used last"
 
 
 @st.composite
@@ -260,31 +223,6 @@ def test_reselect_brings_in_no_more_than_it_is_told_to(ledger: Ledger, n_free: i
     ledger.check_integrity()
     assert not plan or ledger.n_free >= n_free
     assert (ledger.state[stays] == State.RESIDENT).all()
-
-
-def test_reselect_brings_the_best_back_hottest_first() -> None:
-    ledger = filled()
-    for c in (1, 2, 3):
-        ledger.drop(c)
-    ledger.write(3 * 16)
-    for c in ledger.to_store():
-        ledger.mark_stored(c)
-    ledger.rate(np.array([0, 7, 9, 1, 3, 2, 8, 4, 0, 0, 0]))  # 0 a sink, 9 and 10 the tail
-    assert reselect(ledger, 1) == Plan(drops=(8, 5, 4), page_ins=(2, 1))
-    assert reselect(ledger, 0) == Plan(drops=(8, 5), page_ins=(2, 1))
-    assert reselect(ledger, 4) == Plan(drops=(8, 5, 4, 7, 6), page_ins=(2,))
-    assert reselect(ledger, 5) == Plan()
-    assert reselect(ledger, 1, 1) == Plan(drops=(8, 5), page_ins=(2,))
-    assert reselect(ledger, 0, 1) == Plan(drops=(8,), page_ins=(2,))
-    assert reselect(ledger, 1, 0) == Plan(drops=(8,))
-    assert reselect(ledger, 1, 2) == reselect(ledger, 1, 8) == reselect(ledger, 1)
-
-
-def test_reselect_moves_nothing_where_the_best_are_there() -> None:
-    ledger = filled(scores=range(8))
-    ledger.drop(1)
-    assert reselect(ledger, 1) == Plan()
-    assert reselect(ledger, 0) == Plan(page_ins=(1,))
 
 
 def test_a_chunk_without_a_record_never_leaves() -> None:

@@ -18,7 +18,7 @@ from support.oracles import ON_GPU
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.output import Output
 from pyllama_kvflash.cli.pace import Pace
-from pyllama_kvflash.cli.report import Reporter, fitting, time_left
+from pyllama_kvflash.cli.report import Reporter, time_left
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -43,14 +43,6 @@ def test_time_left(seconds: float, text: str) -> None:
     assert time_left(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("room", "text"),
-    [(0, "512/3,186 tok"), (22, "512/3,186 tok"), (23, "512/3,186 tok  9 s left"), (99, "512/3,186 tok  9 s left  a")],
-)
-def test_parts_that_fit(room: int, text: str) -> None:
-    assert fitting(("512/3,186 tok", "9 s left", "a"), room) == text
-
-
 @pytest.mark.parametrize(("each", "more"), [(0.01, 0.0), (0.01, 1e-6), (0.0, 1e-5), (0.002, 4e-6)])
 def test_a_rest_whose_tokens_take_longer_is_estimated_so(each: float, more: float) -> None:
     """A token takes `each` second, and `more` for each one before it. The first batch can say nothing of that."""
@@ -59,14 +51,6 @@ def test_a_rest_whose_tokens_take_longer_is_estimated_so(each: float, more: floa
     assert pace.left(500, total, taken[500]) == pytest.approx(taken[500] / 500 * (total - 500))
     for done in list(taken)[1:]:
         assert pace.left(done, total, taken[done]) == pytest.approx(taken[total] - taken[done], rel=0.02, abs=1e-6)
-
-
-def test_a_rest_is_estimated_by_the_last_batches() -> None:
-    """Tokens that became faster, as on a processor that has become free, take no less than now."""
-    pace = Pace()
-    pace.left(1000, 4000, 100.0)
-    assert pace.left(2000, 4000, 110.0) == pytest.approx(20.0)
-    assert pace.left(1000, 4000, 10.0) == pytest.approx(30.0), "read again from its beginning"
 
 
 def lines_of(capsys: pytest.CaptureFixture[str], *batches: tuple[int, float]) -> list[str]:
@@ -80,15 +64,6 @@ def lines_of(capsys: pytest.CaptureFixture[str], *batches: tuple[int, float]) ->
 def test_a_long_prompt_has_a_line_as_soon_as_its_first_batch_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     [line] = lines_of(capsys, (512, 2.0), (1024, 4.0))
     assert line.startswith("kvflash: reading 512/4,096 tok  14 s left  256 tok/s")
-
-
-def test_a_prompt_that_turns_out_long_has_a_line_then(capsys: pytest.CaptureFixture[str]) -> None:
-    [line] = lines_of(capsys, (512, 0.1), (1024, 2.0), (1536, 4.0))
-    assert line.startswith("kvflash: reading 1,024/4,096 tok  49 s left")
-
-
-def test_a_short_prompt_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lines_of(capsys, (512, 0.5), (4096, 4.0)) == []
 
 
 @pytest.mark.parametrize("columns", [40, 44, 200])

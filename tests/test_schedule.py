@@ -100,36 +100,6 @@ def test_a_token_that_is_decoded_again_is_a_part_of_what_scoring_costs() -> None
     assert (schedule.cost_s, schedule.interval) == (0.1, 2)
 
 
-def test_on_a_cpu_scoring_stays_within_the_token_however_seldom_that_is() -> None:
-    schedule = measured(Schedule(2, 0.03, within=True, free=False), 1.0, 1e3)
-    assert (schedule.beside, schedule.lag, schedule.interval) == (False, 0, 2 << 15)
-
-
-@pytest.mark.parametrize(
-    ("score_s", "apply_s", "beside", "interval"),
-    [
-        (0.0, 0.0, False, 2),
-        (0.06, 0.0, False, 2),
-        (0.05, 0.02, False, 4),
-        (0.12, 0.0, False, 4),
-        (0.2, 0.039, False, 8),  # as seldom as it may be
-        (0.2, 0.05, True, 2),
-        (0.0, 0.25, True, 16),
-        (0.49, 0.0, True, 2),
-        (0.51, 0.0, True, 4),
-        (100.0, 0.0, True, 256),
-    ],
-)
-def test_with_a_device_scoring_goes_beside_where_it_would_be_seldom_within(
-    monkeypatch: pytest.MonkeyPatch, score_s: float, apply_s: float, beside: bool, interval: int
-) -> None:
-    """A token takes a second, scoring may take 3%: within the token, up to every eighth one. Beside, to score takes nothing."""
-    monkeypatch.setattr("pyllama_kvflash.policy.schedule.SELDOM", 4)
-    schedule = measured(Schedule(within=True), 1.0, score_s, apply_s)
-    assert (schedule.beside, schedule.interval) == (beside, interval)
-    assert (schedule.lag == 0) == (not beside)
-
-
 def test_it_comes_back_within_the_token_when_that_costs_less() -> None:
     """After five scorings that took longer, which is as many as are remembered, and the other way round."""
     schedule = measured(Schedule(within=True), 1.0, 0.1)
@@ -139,27 +109,6 @@ def test_it_comes_back_within_the_token_when_that_costs_less() -> None:
         assert schedule.beside == beside, n
     schedule.scored(0.1, 0.0)
     assert not schedule.beside
-
-
-@pytest.mark.parametrize(
-    ("score_s", "lag"), [(0, 1), (0.5, 1), (0.51, 2), (1.5, 2), (1.51, 4), (3.5, 4), (3.51, 8), (100, 128)]
-)
-def test_beside_a_device_nothing_waits_for_the_scores(score_s: float, lag: int) -> None:
-    """The lag is the power of two of tokens that take as long as to score, and half a token more; scorings begin twice as seldom,
-    and never more often than every tau tokens.
-    """
-    for tau in (1, 2, 8, 256):
-        schedule = measured(Schedule(tau, 0.03), 1.0, score_s)
-        assert (schedule.lag, schedule.interval) == (lag, max(tau, 2 * lag))
-    schedule = measured(Schedule(2, 0.03), 0.5, score_s / 2)
-    assert schedule.lag == lag, "it is the ratio that counts"
-
-
-@pytest.mark.parametrize(("apply_s", "interval"), [(0, 2), (0.059, 2), (0.061, 4), (0.119, 4), (0.121, 8), (3.1, 128)])
-def test_beside_a_device_to_change_the_pool_may_take_its_share(apply_s: float, interval: int) -> None:
-    """It is done between two tokens, and scoring is not."""
-    schedule = measured(Schedule(2, 0.03), 1.0, 0.1, apply_s)
-    assert (schedule.lag, schedule.interval) == (1, interval)
 
 
 def test_beside_a_device_each_cost_is_the_least_of_its_own() -> None:
@@ -172,26 +121,6 @@ def test_beside_a_device_each_cost_is_the_least_of_its_own() -> None:
     assert (schedule.lag, schedule.interval) == (2, 4)  # 1.4 seconds, and 0.05
 
 
-@pytest.mark.parametrize("mode", ["beside, on a CPU"])
-@pytest.mark.parametrize(
-    ("tau", "share", "lag"),
-    [(64, 0.05, 16), (64, 0.0, 16), (1, 0.05, 1), (2, 0.05, 1), (7, 0.05, 1), (8, 0.05, 2), (64, 1.0, 16)],
-)
-def test_on_a_cpu_the_lag_is_a_quarter_of_the_interval(mode: str, tau: int, share: float, lag: int) -> None:
-    """There, to score takes time from decoding for as long as it takes, and there is nothing to wait for but the step."""
-    schedule = Schedule(tau, share, **MODES[mode])
-    assert schedule.lag == lag
-    begun, applied = run(schedule, 3 * tau + lag, 1.0, 0.0)
-    assert begun[0] == tau
-    assert applied[0] == tau + lag
-
-
-def test_the_lag_grows_with_the_interval() -> None:
-    begun, applied = run(Schedule(64, 0.05, free=False), 600, 1.0, 10.0)
-    assert begun == [64, 64 + 256, 64 + 512]
-    assert applied == [64 + 16, 320 + 64]
-
-
 def test_scoring_begins_every_tau_tokens_and_is_applied_some_steps_later() -> None:
     begun, applied = run(Schedule(64, 0.05, free=False), 300, 1.0, 1.0)
     assert begun == [64, 128, 192, 256]
@@ -202,21 +131,6 @@ def test_scoring_begins_every_tau_tokens_and_is_applied_some_steps_later() -> No
     begun, applied = run(Schedule(2, 0.05), 20, 1.0, 2.5)
     assert begun == [2, 10, 18]
     assert applied == [3, 14]
-
-
-@pytest.mark.parametrize(
-    ("cost_s", "interval"),
-    [(0, 64), (1, 64), (3.19, 64), (3.21, 128), (6.39, 128), (6.41, 256), (51.1, 1024), (51.3, 2048), (1e6, 2**25)],
-)
-@pytest.mark.parametrize("within", [True, False])
-def test_the_interval_is_tau_times_the_power_of_two_that_the_cost_needs(
-    within: bool, cost_s: float, interval: int
-) -> None:
-    """A token takes a second, scoring may take 5%: the cost is at most 0.05*interval, and more than half of that."""
-    schedule = measured(Schedule(64, 0.05, within=within, free=False), 1.0, 0.75 * cost_s, 0.25 * cost_s)
-    assert schedule.interval == interval
-    assert schedule.lag == (0 if within else interval // 4)
-    assert left(schedule) == interval - 1
 
 
 @modes

@@ -95,49 +95,6 @@ def test_the_shares_of_a_query_sum_up_to_one(n_layer: int, n_head: int) -> None:
     assert not any(getattr(scorer, "shares", False) for scorer in (Lru(), ZMax(), QkCos()))
 
 
-def test_mass_prefers_what_is_looked_at_to_what_stands_out() -> None:
-    """Seven of eight heads put most of their attention on chunk 3, a little on some others; one head, which looks at its sink,
-    likes chunk 8 much more than all other candidates. z is relative to a head's own deviation, so chunk 8 wins by it.
-    """
-    n, d = 12, 2
-    rows = Rows(np.zeros((1, n, 8, 1, d)), 8)
-    queries = [[np.tile(np.array([1.0, 0.0], np.float32), (8, 1))]]
-    noise = np.random.default_rng(0).uniform(0, 2, (n, 7))
-    rows.rows[0, :, :7, 0, 0] = noise
-    rows.rows[0, 3, :7, 0, 0] = 6
-    rows.rows[0, 0, 7, 0, 0] = 20
-    rows.rows[0, 8, 7, 0, 0] = 4
-    seen = view(rows, queries, (0,), n_whole=n)
-    assert int(np.argmax(Qk().score(seen))) == 3
-    assert int(np.argmax(ZMax().score(seen))) == 8
-
-
-def test_what_is_no_candidate_takes_its_share() -> None:
-    """A head that looks at its sink, or at the newest chunks, has little to say about the others."""
-    rows = random_rows(n_layer=1)
-    queries = random_queries(rows)
-    before = Qk().score(view(rows, queries, (0, 10, 11), n_whole=12))
-    without = Qk().score(view(rows, queries, (0, 10, 11)))  # those behind the last candidate are not known to be there
-    rows.rows[:, 11] *= 0
-    rows.rows[:, 11] += 5 * np.stack([queries[0][0][2 * h] for h in range(2)])[None, :, None, :]
-    after = Qk().score(view(rows, queries, (0, 10, 11), n_whole=12))
-    inner = slice(1, 10)
-    assert (after[inner] < before[inner]).all()
-    assert np.array_equal(Qk().score(view(rows, queries, (0, 10, 11))), without)
-
-
-def test_a_scale_of_a_layer_is_used_as_it_is() -> None:
-    """Not 1/sqrt(d), which some models do not have."""
-    rows = random_rows()
-    queries = random_queries(rows, 2)
-    usual = Qk().score(view(rows, queries))
-    same = Qk().score(view(rows, queries, scales=[8**-0.5] * 3))
-    np.testing.assert_allclose(same, usual, rtol=1e-5)
-    assert not np.allclose(Qk().score(view(rows, queries, scales=[1.0] * 3)), usual)
-    flat = Qk().score(view(rows, queries, scales=[0.0] * 3))
-    np.testing.assert_allclose(flat, 1 / 12, rtol=1e-5)  # each head's, of 12 chunks
-
-
 @dataclasses.dataclass
 class AllKeys:
     """All keys of each chunk, as native.Keys gives their products."""
@@ -184,24 +141,6 @@ def test_the_best_are_ranked_again_by_all_their_keys(room: int, n_best: int, n_q
         assert after[rest].max() <= min(want[among.index(c)] for c in best) * (1 + 1e-4)
         assert np.argsort(after[rest]).tolist() == np.argsort(before[rest]).tolist()
     assert np.isneginf(after[list(out)]).all()
-
-
-@pytest.mark.parametrize(("at", "beyond"), [(0, 5), (CHUNK - 1, 7), (CHUNK // 2, None)])
-def test_what_is_looked_at_near_a_border_counts_beyond_it(at: int, beyond: int | None) -> None:
-    """One key of chunk 6 has all the attention: so the chunk beyond the border that it is near is wanted half as much, and no other."""
-    keys = np.zeros((1, 12, 1, CHUNK, 2))
-    keys[0, 6, 0, at] = 20
-    rows = Rows(keys.mean(axis=3, keepdims=True), 1)
-    q = [[np.ones((1, 2), np.float32)]]
-    qk = Qk(rerank=4)
-    found = qk.score(view(rows, q, (0, 11), room=2, n_whole=12, keys=AllKeys(keys)))
-    assert found[6] == pytest.approx(1)
-    hot = {int(c): float(found[c]) for c in np.flatnonzero(found > 0.1)}
-    assert hot == pytest.approx({6: 1.0} | ({beyond: 0.5} if beyond else {}))
-    decoding = qk.score(view(rows, q, (0, 11), room=2, n_whole=12))
-    assert np.count_nonzero(decoding > 0.1) <= 1
-    pinned = qk.score(view(rows, q, (0, beyond or 5, 11), room=2, n_whole=12, keys=AllKeys(keys)))
-    assert np.isneginf(pinned[beyond or 5])
 
 
 def test_nothing_is_ranked_again_where_it_cannot_matter() -> None:
@@ -277,21 +216,6 @@ def test_shares_that_were_computed_whatever_is_pinned(data: st.DataObject, seed:
         check_scores(Qk().score(view(rows, random_queries(rows, n_query), out, mass=each)), want, atol=1e-6)
 
 
-def test_shares_that_were_computed_sum_up_to_one() -> None:
-    """But for what is lent; the candidates have what the others lack."""
-    rows = random_rows()
-    mass_ = attended(1, 12, rows.n_head)
-    mass_.reshape(1, 3, 12, 4)[..., [0, -1]] = 0  # nothing to lend
-    mass_ *= rows.n_head / mass_.sum(axis=2, keepdims=True)
-    queries = random_queries(rows)
-    every = Qk().score(view(rows, queries, mass=mass_))
-    assert every.sum() == pytest.approx(1, rel=1e-5)
-    some = Qk().score(view(rows, queries, (0, 7, 11), mass=mass_))
-    kept = np.isfinite(some)
-    assert np.flatnonzero(~kept).tolist() == [0, 7, 11]
-    np.testing.assert_array_equal(some[kept], every[kept])
-
-
 @pytest.mark.parametrize(
     ("piece", "hot"),
     [
@@ -313,42 +237,6 @@ def test_what_is_attended_to_near_a_border_counts_beyond_it(piece: int, hot: dic
     found = Qk().score(view(rows, random_queries(rows), (0, 11), mass=mass_))
     assert np.isneginf(found[[0, 11]]).all()
     assert {c: found[c] for c in range(1, 11) if found[c] > 0} == hot
-
-
-def test_what_is_lent_does_not_add_up() -> None:
-    """A chunk has its own, or the half of a neighbour's, or of the other one's: the most of them."""
-    rows = random_rows(n_layer=1, n_head=1, n_head_kv=1)
-    mass_ = np.zeros((1, 1, 12, 4), np.float32)
-    mass_[0, 0, 4, 3], mass_[0, 0, 5], mass_[0, 0, 6, 0] = 0.4, 0.01, 0.3
-    found = Qk().score(view(rows, random_queries(rows), mass=mass_.reshape(1, 1, -1)))
-    np.testing.assert_allclose(found[4:7], [0.4, 0.2, 0.3])
-    mass_[0, 0, 5] = 0.1
-    found = Qk().score(view(rows, random_queries(rows), mass=mass_.reshape(1, 1, -1)))
-    np.testing.assert_allclose(found[4:7], [0.4, 0.4, 0.3])
-
-
-def test_each_layer_takes_the_query_that_wants_a_chunk_most() -> None:
-    """Not the mean, and not the query that wants most in all: one layer of one, one of the other."""
-    rows = random_rows(n_layer=2, n_head=1, n_head_kv=1)
-    mass_ = np.zeros((2, 2, 12, 4), np.float32)
-    mass_[0, 0, 3, 1], mass_[1, 0, 3, 1] = 0.6, 0.1
-    mass_[0, 1, 3, 2], mass_[1, 1, 3, 2] = 0.2, 0.8
-    mass_[0, 0, 8, 1:3], mass_[1, 0, 8, 1:3] = (
-        (0.3, 0.0),
-        (0.1, 0.25),
-    )  # the largest of sums, not the sum of the largest
-    found = Qk().score(view(rows, random_queries(rows, 2), mass=mass_.reshape(2, 2, -1)))
-    assert found[3] == pytest.approx((0.6 + 0.8) / 2)
-    assert found[8] == pytest.approx(0.35 / 2)
-
-
-def test_other_scorers_do_not_look_at_shares() -> None:
-    rows = random_rows()
-    queries, mass_ = random_queries(rows), attended(1, 12, 4)
-    for scorer in (ZMax(), QkCos(), Lru()):
-        np.testing.assert_array_equal(
-            scorer.score(view(rows, queries, mass=mass_)), scorer.score(view(rows, queries)), strict=True
-        )
 
 
 #

@@ -13,7 +13,7 @@ from support.properties import CHECK
 from support.views import OUT, Rows, check_scores, products, random_queries, random_rows, view
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.policy import Lru, Qk, QkCos, Queries, Scorer, ZMax, scorers
+from pyllama_kvflash.policy import Qk, QkCos, Queries, Scorer, ZMax, scorers
 
 
 def zmax(rows: Rows, queries: Sequence[Queries], candidates: Sequence[int]) -> dict[int, float]:
@@ -51,80 +51,6 @@ def test_zmax_is_what_it_says_whatever_is_pinned(data: st.DataObject, seed: int,
     assume(n - len(out) > 1)
     queries = random_queries(rows, 2, seed)
     check_scores(ZMax().score(view(rows, queries, out)), zmax(rows, queries, [c for c in range(n) if c not in out]))
-
-
-def test_a_pin_in_the_middle_is_as_if_it_were_not_there() -> None:
-    """The candidates on both sides of it, taken out one by one, and as a slice: the same but for what is a neighbour."""
-    rows = random_rows(n=12)
-    queries = random_queries(rows)
-    scores = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scorers, "HALO", np.inf)
-        scores["mask"] = ZMax().score(view(rows, queries, (0, 5, 11)))
-        kept = [c for c in range(11) if c != 5]
-        scores["slice"] = ZMax().score(view(Rows(rows.rows[:, kept], 4), queries, (0,)))
-    np.testing.assert_allclose(scores["mask"][kept[1:]], scores["slice"][1:], rtol=1e-5)
-    assert len(scores["slice"]) == 10
-
-
-def test_pins_do_not_count_in_the_mean_nor_as_neighbours() -> None:
-    rows = random_rows()
-    queries = random_queries(rows)
-    scores = ZMax().score(view(rows, queries, (5,)))
-    rows.rows[:, 5] *= 1e3
-    assert np.array_equal(ZMax().score(view(rows, queries, (5,))), scores)
-    assert not np.array_equal(ZMax().score(view(rows, queries, (4,))), scores)
-
-
-def test_a_neighbour_of_the_best_is_half_a_deviation_below_it() -> None:
-    rows = Rows(np.zeros((1, 9, 1, 1, 2)), 1)
-    rows.rows[0, 4] = 1
-    scores = ZMax().score(view(rows, [[np.ones((1, 2), np.float32)]]))
-    best = math.sqrt(8)  # of nine, one is one and the others zero
-    low = -1 / best
-    assert scorers.HALO == 0.5
-    np.testing.assert_allclose(scores, [low, low, low, best - 0.5, best, best - 0.5, low, low, low], rtol=1e-5)
-
-
-@pytest.mark.parametrize("scorer", [ZMax(), QkCos()], ids=["zmax", "cos"])
-def test_of_several_queries_the_best_counts(scorer: Scorer) -> None:
-    rows = random_rows()
-    queries = random_queries(rows, 4)
-    each = [scorer.score(view(rows, [q], (0, 6))) for q in queries]
-    assert not np.array_equal(each[0], each[1])
-    assert np.array_equal(scorer.score(view(rows, queries, (0, 6))), np.max(each, axis=0))
-    assert np.array_equal(scorer.score(view(rows, queries[::-1], (0, 6))), np.max(each, axis=0))
-
-
-def test_what_one_head_looks_for_is_found() -> None:
-    """One of 32 heads retrieves; the others have large scores that say nothing, in its layer too."""
-    rng = np.random.default_rng(4)
-    n_layer, n, n_head, d = 4, 40, 8, 16
-    rows = Rows(rng.standard_normal((n_layer, n, n_head, 1, d)), n_head)
-    queries = [list((8 * rng.standard_normal((n_layer, n_head, d))).astype(np.float32))]
-    quiet = rng.standard_normal(d).astype(np.float32)
-    queries[0][2][5] = quiet / np.linalg.norm(quiet)  # small, as all its scores are
-    rows.rows[2, 17, 5, 0] = 8 * queries[0][2][5]  # the key that it looks for
-    assert int(np.argmax(ZMax().score(view(rows, queries)))) == 17
-
-
-def test_a_chunk_that_is_no_candidate_has_no_score() -> None:
-    rows = random_rows()
-    out = (0, 3, 11)
-    for scorer in SCORERS:
-        none = -2.0 if isinstance(scorer, QkCos) else -np.inf
-        scores = scorer.score(view(rows, random_queries(rows), out))
-        assert scores.shape == (12,)
-        assert np.array_equal(scores == none, np.isin(np.arange(12), out))
-        assert np.isfinite(scores[[c for c in range(12) if c not in out]]).all()
-
-
-def test_nothing_behind_the_last_candidate_is_looked_at() -> None:
-    """The last chunks have no summary yet."""
-    rows = random_rows()
-    for scorer in SCORERS:
-        scorer.score(view(rows, random_queries(rows), (0, 9, 10, 11)))
-    assert rows.asked == [(layer, 9) for _ in SCORERS for layer in range(3)]
 
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
@@ -213,15 +139,3 @@ def test_layers_are_handed_over_in_as_many_calls_as_pay(
     assert np.array_equal(Qk().score(view(rows, queries, each=each)), want)
     assert rows.asked == [(layer, 12) for layer in range(5)]
     assert handed == (calls if len(calls) > 1 else [])
-
-
-@pytest.mark.parametrize("scorer", [Lru(), *SCORERS])
-def test_scoring_changes_nothing_that_it_was_given(scorer: Scorer) -> None:
-    rows = random_rows()
-    seen = view(rows, random_queries(rows, 2), (0, 5))
-    arrays = [seen.tokens, seen.touched, seen.candidates, rows.rows, *(x for q in seen.queries for x in q)]
-    before = [x.copy() for x in arrays]
-    first = scorer.score(seen)
-    assert np.array_equal(scorer.score(seen), first)
-    assert all(np.array_equal(x, y) for x, y in zip(arrays, before, strict=True))
-    assert isinstance(scorer, Scorer)

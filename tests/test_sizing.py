@@ -46,24 +46,6 @@ chunks = st.sampled_from([16, 32, 64])
 #
 
 
-@pytest.mark.parametrize(
-    ("arguments", "cells"),
-    [
-        ((64, 512, 1, 4), 1024),  # 1 + 4 + (8 + 1) + 2 = 16 blocks of 64: not a cell to spare
-        ((64, 512, 1, 4, 1), 1280),
-        ((64, 512, 1, 4, 4), 1280),
-        ((64, 512, 1, 4, 5), 1536),
-        ((64, 513, 1, 4), 1280),  # one token more, one block more
-        ((64, 511, 1, 4), 1024),
-        ((64, 1, 0, 1), 512),
-        ((16, 1, 0, 1), 256),
-        ((16, 2048, 1, 4), 2304),
-    ],
-)
-def test_floor(arguments: tuple[int, ...], cells: int) -> None:
-    assert pool_floor(*arguments) == cells
-
-
 @given(chunk=chunks, n_batch=st.integers(1, 4096), n_sinks=counts, n_tail=counts, n_pinned=counts)
 @CHECK
 def test_floor_is_what_is_counted_rounded_up(
@@ -131,35 +113,6 @@ def test_floor_is_enough_for_any_batches(data: st.DataObject, *, tight: bool, se
     assert all(ledger.state_of(c) == State.RESIDENT for c in pins if c < ledger.n_chunks)
 
 
-@pytest.mark.parametrize("chunk", [16, 32, 64])
-def test_largest_batches_in_the_smallest_pool(chunk: int) -> None:
-    """Begun in the middle of a chunk, with all pins resident and not a block free."""
-    n_batch = 4 * chunk
-    ledger = Ledger(1 + 2 + 3 + 4 + 1 + SPARE_BLOCKS, chunk, n_sinks=1, n_tail=2)
-    ledger.pins |= {5, 6, 7}
-    rng = np.random.default_rng(0)
-    write(ledger, 1, rng, n_batch)
-    for _ in range(20):
-        write(ledger, n_batch, rng, n_batch)
-    assert ledger.n_tokens == 80 * chunk + 1
-    assert ledger.n_free < 4
-
-
-@pytest.mark.parametrize(
-    ("n_pool", "chunk", "n_batch"),
-    [
-        (640, 64, 128),
-        (768, 64, 192),
-        (1000, 64, 192),
-        (4096, 16, 1024),
-        (8192, 64, 2048),
-        (1 << 20, 64, 2048),
-    ],
-)
-def test_a_batch_is_a_quarter_of_the_pool(n_pool: int, chunk: int, n_batch: int) -> None:
-    assert PoolShape(chunk, 1, 4).usual_batch(n_pool) == n_batch
-
-
 @given(chunk=chunks, n_sinks=counts, n_tail=st.integers(1, 5), n_pins=counts, n_more=st.integers(0, 4000))
 @CHECK
 def test_the_usual_batch_is_one_that_the_pool_holds(
@@ -203,19 +156,6 @@ def test_auto_is_half_of_what_is_free_beyond_the_reserve(free: int, tokens: int)
     assert auto(free, 1 << 20) == tokens
 
 
-@pytest.mark.parametrize(("n_ctx", "tokens"), [(1, 256), (256, 256), (257, 512), (16_384, 16_384), (16_385, 16_384)])
-def test_auto_is_no_larger_than_the_context(n_ctx: int, tokens: int) -> None:
-    assert auto(PLENTY, n_ctx) == tokens
-
-
-@pytest.mark.parametrize(
-    ("cap", "tokens"), [(1, 0), (255, 0), (256, 256), (512, 512), (700, 512), (1 << 15, 1 << 15), (1 << 30, 1 << 20)]
-)
-def test_auto_takes_another_cap(cap: int, tokens: int) -> None:
-    """Whole steps of 256, or rounding up to them would exceed it."""
-    assert auto(PLENTY, 1 << 20, cap) == tokens
-
-
 def test_auto_says_how_it_came_to_its_number() -> None:
     tokens, note = auto_pool([DeviceMemory("CPU", RESERVE + (3 << 20), 1536)], 32_768)
     assert tokens == 1024
@@ -237,26 +177,6 @@ def test_auto_keeps_free_what_codes_take() -> None:
 
 
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("devices", "name", "tokens"),
-    [
-        ([(GIB, KIB), (RESERVE + 2 * 2048 * KIB, KIB)], "b", 2048),  # less free
-        ([(RESERVE + 2 * 2048 * KIB, KIB), (GIB, KIB)], "a", 2048),
-        ([(GIB, 8 * KIB), (GIB, 128 * KIB)], "b", 2048),  # more of the layers
-        ([(GIB, 128 * KIB), (4 * GIB, 1792 * KIB)], "b", 1024),  # more free, but not so much more
-        ([(GIB, KIB), (RESERVE - 1, 1), (GIB, KIB)], "b", 0),
-        ([(PLENTY, KIB), (PLENTY, 2 * KIB), (PLENTY, KIB)], None, AUTO_CAP),  # each holds more than the cap
-    ],
-)
-def test_auto_takes_what_the_tightest_device_holds(
-    devices: list[tuple[int, int]], name: str | None, tokens: int
-) -> None:
-    found, note = auto_pool([DeviceMemory("abc"[i], *has) for i, has in enumerate(devices)], 1 << 20)
-    assert found == tokens
-    assert f", the tightest of {len(devices)} devices" in note
-    assert name is None or f"MiB free on {name}, the tightest" in note
 
 
 frees = st.integers(0, RESERVE + (1 << 26))
@@ -340,11 +260,6 @@ def test_rounded_up_to_256_with_a_note(request_: int, n_pool: int) -> None:
     assert pool(request_) == PoolSize(n_pool, (note,), ())
 
 
-@pytest.mark.parametrize("request_", [FLOOR, FLOOR + 256, 1 << 19])
-def test_as_asked_without_a_word(request_: int) -> None:
-    assert pool(request_) == PoolSize(request_, (), ())
-
-
 @pytest.mark.parametrize(
     ("request_", "n_ctx", "n_pool"),
     [
@@ -362,12 +277,6 @@ def test_pool_that_covers_the_context_is_the_full_cache(request_: int, n_ctx: in
     assert size.n_pool == n_pool
     covers = [note for note in size.notes if f"covers the context of {n_ctx:,}: no pool is needed" in note]
     assert len(covers) == (n_pool is None)
-
-
-def test_floor_that_covers_the_context_is_the_full_cache() -> None:
-    size = pool(256, n_ctx=FLOOR)
-    assert size.n_pool is None
-    assert f"a pool of {FLOOR:,} tokens covers the context of {FLOOR:,}" in size.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -411,14 +320,6 @@ def test_auto_on_the_host_is_the_full_cache_where_it_is_small(n_ctx: int) -> Non
         assert ("MiB of RAM; a prefix cache and snapshots need a pool, so one is taken" in kept.notes[0]) == full
     spread = [DeviceMemory("CPU", PLENTY, KIB, host=True), DeviceMemory("GPU", PLENTY, KIB)]
     assert (resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=spread).n_pool is None) == (n_ctx <= AUTO_FULL)
-
-
-@pytest.mark.parametrize("free", [0, RESERVE, RESERVE + 2 * (FLOOR - 1) * KIB])
-def test_auto_with_little_memory_is_the_floor(free: int) -> None:
-    size = pool("auto", free=free)
-    assert size.n_pool == FLOOR
-    assert len(size.warnings) == 1
-    assert f"raised to {FLOOR:,}" in size.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -495,27 +396,6 @@ ROWS = ((1024, 512), (256, 2048), (512, 0))  # a layer may keep no V
 )
 def test_panes_of_devices(n_pane: int, devices: tuple[int, ...], panes: dict[int, int]) -> None:
     assert Geometry(ROWS, devices).panes_by_device(row_bytes, 1, 8, n_pane) == panes
-
-
-@given(
-    layers=st.lists(st.tuples(st.integers(1, 512), st.integers(0, 512), st.integers(-1, 2)), max_size=8),
-    n_pane=st.integers(1, 10),
-)
-@CHECK
-def test_panes_hold_the_layers_of_their_device(layers: list[tuple[int, int, int]], n_pane: int) -> None:
-    """Each of them any, and as much as the cache at least once there is one for each layer; more panes take more."""
-    geometry = Geometry(tuple((k, v) for k, v, _ in layers), tuple(device for *_, device in layers))
-    panes, cache = (geometry.panes_by_device(row_bytes, 1, 8, n) for n in (n_pane, 8))
-    whole = geometry.by_device(row_bytes, 1, 8)
-    assert panes.keys() == cache.keys() == whole.keys()
-    for device, size in panes.items():
-        there = [2 * k + v for k, v, its in layers if its == device]
-        n = min(n_pane, len(there))
-        assert size % n == 0
-        assert size // n >= max(there)
-        assert cache[device] >= max(whole[device], size // n * len(there))
-    same = Geometry(((64, 32),) * len(layers), geometry.devices)
-    assert same.panes_by_device(row_bytes, 1, 8, 8) == same.by_device(row_bytes, 1, 8)
 
 
 def test_no_panes_where_there_is_nothing_to_pool() -> None:
@@ -622,11 +502,6 @@ def test_token_bytes_are_summed_over_the_layers() -> None:
     split = Geometry(geometry.rows, (3, -1, 3))  # -1: the host
     assert split.by_device(row_bytes, 1, 8) == {3: (2 * 1024 + 512) + 2 * 256, -1: 2 * 1024 + 512}
     assert split.token_bytes(row_bytes, 1, 8) == geometry.token_bytes(row_bytes, 1, 8)
-
-
-def test_nothing_to_pool_is_on_no_device() -> None:
-    assert Geometry(()).by_device(lambda _, n: n, 1, 1) == {}
-    assert Geometry(()).token_bytes(lambda _, n: n, 1, 1) == 0
 
 
 def test_every_layer_has_a_device() -> None:

@@ -113,17 +113,6 @@ def test_a_summary_is_what_numpy_makes_of_the_keys(kind: str, type_k: str) -> No
                 np.testing.assert_allclose(entry, want, rtol=BF16, atol=1e-5)  # 1e-5: sums in float near zero
 
 
-def test_every_half_is_read_as_numpy_reads_it() -> None:
-    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    halves = halves[np.isfinite(halves)]  # 64 * 992, with those below the normal ones
-    (layer,) = geometry(n_layer=1, n_head=1, n_head_kv=1, d=992, n_chunk=64)
-    record = np.zeros(layer.offs_v + layer.size_v, np.uint8)
-    record[layer.offs_k : layer.offs_k + layer.size_k] = halves.view(np.uint8)
-    (entry,) = kept([layer], "rows", [record], 64).entry(0)
-    want = to_bf16(halves.astype(np.float32))
-    assert np.array_equal(entry.reshape(-1).view(np.uint32), want.view(np.uint32))  # the sign of a zero, too
-
-
 @pytest.mark.parametrize("n_chunk", [16, 32, 64])
 @pytest.mark.parametrize(("d", "n_head_kv"), [(64, 1), (80, 2), (128, 3)])
 @pytest.mark.parametrize("kind", ["centroid:4", "rows"])
@@ -162,22 +151,6 @@ def test_a_centroid_without_rows_stays_where_it_is() -> None:
     assert found.tolist() == [[0, -2], [3, 4], [3, 4], [3, 4]]
 
 
-def test_a_centroid_is_as_long_as_its_keys_are_on_average() -> None:
-    """Keys that point away from each other: their mean is short."""
-    keys = np.zeros((16, 1, 2), np.float32)
-    keys[:8, 0], keys[8:, 0] = (3, 4), (4, -3)
-    assert np.allclose(kept(*_with(layer_of_keys(keys), "mean")).entry(0)[0][0], [[3.5, 0.5]], rtol=BF16)
-    one = kept(*_with(layer_of_keys(keys), "centroid:1")).entry(0)[0][0]
-    np.testing.assert_allclose(one, [5 * np.array([3.5, 0.5]) / np.hypot(3.5, 0.5)], rtol=BF16)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_keys_that_are_all_zero_have_a_summary_of_zeros(kind: str) -> None:
-    summaries = kept(*_with(layer_of_keys(np.zeros((16, 2, 4), np.float32)), kind))
-    assert not summaries.entry(0)[0].any()
-    assert not summaries.score(0, np.ones((2, 4), np.float32)).any()
-
-
 #
 # what a summary depends on
 #
@@ -200,21 +173,6 @@ def test_the_same_records_give_the_same_bits(kind: str, type_k: str) -> None:
     first.put(2, records[2])
     assert bits(first) == want
     assert bits(kept(layers, kind, records[::-1])) == want[::-1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("type_k", TYPES)
-def test_a_summary_depends_on_the_keys_of_its_layer_alone(kind: str, type_k: str) -> None:
-    layers = geometry(n_layer=3, type_k=type_k)
-    record = record_of(layers, 0, type_k)
-    layer = layers[1]
-    mine = slice(layer.offs_k, layer.offs_k + layer.size_k)
-    other = record_of(layers, 1, type_k)
-    assert np.count_nonzero(other != record) > 0.9 * len(record)
-    other[mine] = record[mine]
-    assert bits(kept(layers, kind, [record]), 1) == bits(kept(layers, kind, [other]), 1)
-    assert bits(kept(layers, kind, [record]), 0) != bits(kept(layers, kind, [other]), 0)
-    assert bits(kept(layers, kind, [record]), 2) != bits(kept(layers, kind, [other]), 2)
 
 
 SIGN = {"f32": (4, 3, 0x80), "f16": (2, 1, 0x80), "bf16": (2, 1, 0x80), "q8_0": (34, 1, 0x80), "q4_0": (18, 1, 0x80)}
@@ -304,18 +262,6 @@ def test_scores_across_slabs(kind: str) -> None:
         assert np.array_equal(summaries.score(0, q, n), whole[:, :n])
 
 
-@pytest.mark.parametrize("n_chunk", [32, 64])
-def test_scores_of_more_rows_than_a_panel_has(n_chunk: int) -> None:
-    layers = geometry(n_chunk=n_chunk)
-    records = [record_of(layers, seed, n_chunk=n_chunk) for seed in range(5)]
-    summaries = kept(layers, "rows", records, n_chunk)
-    for layer in (0, 1):
-        check_scores(summaries, queries(layers[layer]), layer)
-    found = summaries.score(0, queries(layers[0]))
-    products = [np.einsum("hd,rhd->hr", queries(layers[0]), keys_of(layers[0], r).repeat(2, axis=1)) for r in records]
-    np.testing.assert_allclose(found.T, [x.max(axis=1) for x in products], rtol=0.02)  # keys are rounded to bf16
-
-
 def test_queries_may_lie_anywhere_and_nothing_is_scored_for_nothing() -> None:
     layers = geometry()
     summaries = kept(layers, "centroid:4", [record_of(layers, seed) for seed in range(3)])
@@ -359,39 +305,6 @@ def test_memory_comes_in_slabs_and_is_given_back() -> None:
     for n, slabs in ((513, 3), (512, 2), (257, 2), (256, 1), (1, 1), (0, 0)):
         summaries.truncate(n)
         assert (len(summaries), summaries.n_bytes) == (n, slabs * slab)
-
-
-@pytest.mark.parametrize(
-    ("kind", "n_row"),
-    [("centroid:1", 1), ("centroid:4", 4), ("mean", 1), ("direction", 1), ("rows", 64)],
-)
-def test_a_summary_takes_its_part_of_the_keys(kind: str, n_row: int) -> None:
-    """n_row rows of 16 bits, where a chunk has 64: four centroids are a sixteenth of f16 keys; and for each row how many keys it
-    stands for.
-    """
-    layers = geometry(n_layer=3, d=128, n_chunk=64)
-    summaries = Summaries(layers, 64, kind)
-    assert summaries.chunk_bytes == n_row / 64 * sum(layer.size_k for layer in layers) * (128 + 1) / 128
-
-
-def test_places_do_not_move() -> None:
-    """A score that is under way looks at them."""
-    layers = geometry()
-    record = record_of(layers)
-    summaries = kept(layers, "mean", [record])
-
-    def places() -> list[int]:
-        return [rows.__array_interface__["data"][0] for slab in summaries._slabs for rows in slab]
-
-    first = places()
-    summaries.reserve(1000)
-    before = places()
-    assert before[:2] == first
-    for chunk in range(1, 1001):
-        summaries.put(chunk, record)
-        assert places() == before
-    summaries.truncate(500)
-    assert places() == before[:4]
 
 
 def test_no_memory_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,17 +351,6 @@ def test_a_summary_that_there_is_not(kind: str) -> None:
         Summaries(geometry(), 16, kind)
 
 
-@pytest.mark.parametrize("kind", ["centroid:0", "centroid:3", "centroid:12"])
-def test_a_number_of_centroids_that_is_no_power_of_two(kind: str) -> None:
-    with pytest.raises(UsageError, match=r"a summary has 1, 2, 4, \.\.\. 64 rows"):
-        Summaries(geometry(), 16, kind)
-
-
-def test_more_centroids_than_keys() -> None:
-    with pytest.raises(UsageError, match="centroid:32 is asked for chunks of 16 keys: give centroid:16 at most"):
-        Summaries(geometry(), 16, "centroid:32")
-
-
 @pytest.mark.parametrize(
     "change",
     [{"n_embd_k": 192}, {"n_embd_head_k": 63, "n_embd_k": 126}, {"n_head": 5}, {"n_head_kv": 0}, {"n_head_kv": 1}],
@@ -482,14 +384,6 @@ def test_a_record_that_is_too_short(missing: str) -> None:
     assert len(summaries) == 0
     summaries.put(0, record_of(layers))
     assert bits(summaries) == bits(kept(layers, "centroid:4", [record_of(layers)]))
-
-
-def test_a_record_of_chunks_of_another_size() -> None:
-    layers = geometry(n_chunk=64)
-    with pytest.raises(UsageError, match="the record is shorter than this layer's keys"):
-        Summaries(layers, 16, "mean").put(0, record_of(layers, n_chunk=64))
-    with pytest.raises(UsageError, match="a chunk has 16, 32 or 64 positions"):
-        Summaries(layers, 48, "mean").put(0, record_of(layers, n_chunk=64))
 
 
 @pytest.mark.parametrize("shape", [(4, 63), (3, 64), (5, 64), (256,), (1, 4, 64), (64, 4)])

@@ -13,15 +13,12 @@ from support import tiny
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.summaries import (
-    BF16,
     KINDS,
     Keys,
-    asked_while_appended,
     bits,
     geometry,
     kept,
     keys_of,
-    layer_of_keys,
     queries,
     record_of,
 )
@@ -99,16 +96,6 @@ def test_mass_is_the_share_of_the_attention(kind: str, d: int, group: int) -> No
                 check_mass(summaries, layer, some_queries(layers[layer], n_token), 2 * d**-0.5, n)
 
 
-@pytest.mark.parametrize("n_chunk", [16, 32, 64])
-@pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "centroid:16", "rows", "mean"])
-def test_mass_of_chunks_of_any_size(kind: str, n_chunk: int) -> None:
-    """Chunks of more rows than a panel has, and panels of several chunks."""
-    layers = geometry(n_head=3, n_head_kv=1, d=32, n_chunk=n_chunk)
-    summaries = kept(layers, kind, [record_of(layers, seed, n_chunk=n_chunk) for seed in range(9)], n_chunk)
-    for n in range(1, 10):
-        check_mass(summaries, 1, some_queries(layers[1], 2), 0.3, n)
-
-
 @pytest.mark.parametrize("kind", ["centroid:1", "centroid:4", "rows"])
 def test_mass_across_slabs(kind: str) -> None:
     """The share is of all chunks, wherever they lie."""
@@ -139,39 +126,6 @@ def test_mass_follows_slabs_that_come_and_go() -> None:
         check_mass(summaries, 0, q, 1)
 
 
-@pytest.mark.parametrize("type_k", ["f32", "f16", "q8_0", "q4_0"])
-def test_mass_of_exact_summaries_is_the_softmax_of_the_keys(type_k: str) -> None:
-    """Of the keys themselves, but for their rounding to bf16, which moves a product by 1/256 of it at most."""
-    layers = geometry(n_head=6, n_head_kv=2, d=128, type_k=type_k)
-    records = [record_of(layers, seed, type_k) for seed in range(12)]
-    summaries = kept(layers, "rows", records)
-    for i, layer in enumerate(layers):
-        q = some_queries(layer, 1)
-        keys = np.stack([keys_of(layer, r, type_k) for r in records]).astype(np.float64)  # chunk, row, head, dimension
-        logits = [128**-0.5 * keys[:, :, h // 3] @ x for h, x in enumerate(q[0].astype(np.float64))]
-        terms = max(float((np.abs(keys[:, :, h // 3]) @ np.abs(x)).max()) for h, x in enumerate(q[0]))
-        off = np.expm1(2 * BF16 / 2 * 128**-0.5 * terms)  # numerator and denominator
-        np.testing.assert_allclose(mass_of(summaries, i, q, 128**-0.5), sum(map(shares, logits)), rtol=off)
-        np.testing.assert_allclose(mass_of(summaries, i, q, 128**-0.5), sum(map(shares, logits)), rtol=0.02)
-
-
-def test_a_centroid_weighs_as_many_keys_as_it_stands_for() -> None:
-    """Twelve keys here and four there: the same product for both, and a share of three to one. Centroids without keys have none."""
-    keys = np.zeros((16, 1, 2), np.float32)
-    keys[:12, 0], keys[12:, 0] = (1, 0), (0, 1)
-    layers, record = layer_of_keys(keys)
-    summaries = kept(layers, "centroid:4", [record])
-    assert np.allclose(np.sort(counts(summaries, 0, 0)[0]), [0, 0, 4, 12], rtol=0.01)
-    assert np.allclose(counts(kept(layers, "mean", [record]), 0, 0), 16, rtol=0.01)
-    assert np.allclose(counts(kept(layers, "rows", [record]), 0, 0), 1)
-
-    other = np.zeros((16, 1, 2), np.float32)
-    other[:4, 0], other[4:, 0] = (1, 0), (0, 1)
-    two = kept(layers, "centroid:2", [record, layer_of_keys(other)[1]])
-    for q, share in (((50.0, 0.0), [12 / 16, 4 / 16]), ((0.0, 50.0), [4 / 16, 12 / 16]), ((0.0, 0.0), [0.5, 0.5])):
-        np.testing.assert_allclose(mass_of(two, 0, np.array([[q]], np.float32), 1), share, rtol=0.01)
-
-
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e8, 1e15])
 def test_very_large_products_do_not_overflow(size: float) -> None:
     """All of a head's attention is on its best key then, of either sign; and none of it is lost."""
@@ -188,27 +142,6 @@ def test_very_large_products_do_not_overflow(size: float) -> None:
                 best = {int(c) for c in summaries.score(0, sign * q[0]).argmax(axis=1)}
                 assert {int(c) for c in np.flatnonzero(found > 0.5)} <= best
                 assert found[sorted(best)].sum() == pytest.approx(4, rel=1e-3)
-
-
-def test_no_product_at_all_is_an_even_share() -> None:
-    """A scale of zero, and keys of zero: each chunk has as much as any other."""
-    layers = geometry(n_layer=1)
-    summaries = kept(layers, "rows", [record_of(layers, seed) for seed in range(5)])
-    np.testing.assert_allclose(mass_of(summaries, 0, some_queries(layers[0], 2), 0), 4 / 5, rtol=1e-5)
-    layers, record = layer_of_keys(np.zeros((16, 2, 4), np.float32))
-    for kind in ("centroid:4", "centroid:16", "rows", "mean"):
-        found = mass_of(kept(layers, kind, [record] * 7), 0, np.full((1, 2, 4), 1e3, np.float32), 1)
-        np.testing.assert_allclose(found, 2 / 7, rtol=1e-5)
-
-
-def test_mass_is_of_several_queries_the_most() -> None:
-    """Of the sums over heads, not of each head's."""
-    layers = geometry(n_layer=1)
-    summaries = kept(layers, "centroid:4", [record_of(layers, seed) for seed in range(30)])
-    q = some_queries(layers[0], 5, 3)
-    each = [mass_of(summaries, 0, q[i : i + 1], 0.5) for i in range(5)]
-    assert np.array_equal(mass_of(summaries, 0, q, 0.5), np.max(each, axis=0))
-    assert np.array_equal(mass_of(summaries, 0, np.asfortranarray(q), 0.5), np.max(each, axis=0))
 
 
 def test_mass_of_nothing_and_errors() -> None:
@@ -276,16 +209,6 @@ def test_mass_of_several_layers_is_refused_whole() -> None:
             summaries.mass([0, 1, 2], q, scales)
     with pytest.raises(UsageError, match="layers, slabs, queries and room for the masses are needed"):
         summaries.mass([0, 1], [x[:0] for x in q[:2]], [1, 1])
-
-
-def test_mass_does_not_change_while_chunks_are_appended() -> None:
-    """In a thread, as it is asked for beside decode, across several slabs."""
-    layers = geometry(n_layer=1, d=64)
-    records = [record_of(layers, seed) for seed in range(8)]
-    summaries = kept(layers, "centroid:4", [records[i % 8] for i in range(SLAB - 6)])
-    n, q = len(summaries), some_queries(layers[0], 1)
-    want = mass_of(summaries, 0, q, 1)
-    assert all(asked_while_appended(summaries, records, lambda: np.array_equal(mass_of(summaries, 0, q, 1, n), want)))
 
 
 #
@@ -393,23 +316,6 @@ def test_there_are_no_scales_where_nothing_was_computed_or_tapped(tiny_path: Cal
 #
 # all keys, from the records
 #
-
-
-@pytest.mark.parametrize("n_token", [1, 3])
-def test_all_keys_are_looked_at(n_token: int) -> None:
-    """As the exact summaries, but for their rounding."""
-    layers = geometry()
-    records = [record_of(layers, seed) for seed in range(5)]
-    exact = kept(layers, "rows", records)
-    keys = native.Keys(layers, 16, records.__getitem__)
-    for i, layer in enumerate(layers):
-        q = np.stack([queries(layer, seed) for seed in range(n_token)])
-        found = keys.score(i, q, [4, 0, 2])
-        want = np.concatenate([exact.score(i, one)[:, [4, 0, 2]] for one in q])
-        assert found.shape == (n_token * layer.n_head, 3)
-        np.testing.assert_allclose(found, want, atol=0.02 * np.abs(want).max())
-    with pytest.raises(UsageError, match="are not those of layer 0"):
-        keys.score(0, q[0], [1])
 
 
 @pytest.mark.parametrize(("scale", "edge"), [(0.05, 0), (1.0, 0), (1e4, 0), (0.05, 4), (0.2, 1), (0.05, 16)])

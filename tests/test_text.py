@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support.properties import CHECK
-from support.texts import SAMPLE, cut
+from support.texts import cut
 
 from pyllama_kvflash.text import TextStream, to_json
 
@@ -31,22 +31,6 @@ def until(text: str, stops: list[str]) -> str:
 #
 
 
-@pytest.mark.parametrize("at", range(len(SAMPLE.encode()) + 1))
-def test_cut_at_every_byte(at: int) -> None:
-    shown, _ = run([SAMPLE.encode()[:at], SAMPLE.encode()[at:]], [])
-    assert "".join(shown) == SAMPLE
-    assert "\ufffd" not in "".join(shown)
-
-
-def test_a_byte_at_a_time_shows_each_character_when_it_is_whole() -> None:
-    stream = TextStream()
-    for char in SAMPLE:
-        *first, last = char.encode()
-        assert [stream.push(bytes([b])) for b in first] == [""] * len(first)
-        assert stream.push(bytes([last])) == char
-    assert stream.flush() == ""
-
-
 @pytest.mark.parametrize(("tail", "shown"), [(b"\xe2\x82", "a\ufffd"), (b"\xf0", "a\ufffd"), (b"", "a")])
 def test_flush_shows_that_a_character_is_incomplete(tail: bytes, shown: str) -> None:
     stream = TextStream()
@@ -68,55 +52,11 @@ def test_any_bytes_decode_as_in_one_piece(data: bytes, at: list[int]) -> None:
 #
 
 
-def test_a_stop_string_across_pushes_is_never_shown() -> None:
-    stream = TextStream(["<end>"])
-    assert [stream.push(p) for p in (b"yes<", b"en", b"d")] == ["yes", "", ""]
-    assert not stream.stopped
-    assert stream.push(b">no") == ""
-    assert stream.stopped
-    assert stream.flush() == ""
-
-
-def test_what_only_began_like_a_stop_string_is_shown() -> None:
-    stream = TextStream(["<end>"])
-    assert [stream.push(p) for p in (b"a<en", b"d", b"less")] == ["a", "", "<endless"]
-    assert stream.push(b"<") == ""
-    assert stream.flush() == "<"
-    assert not stream.stopped
-
-
-def test_the_beginning_of_a_stop_string_may_be_within_another_beginning() -> None:
-    assert run([b"aaab"], ["aab"]) == (["a", ""], True)
-    assert run([b"a", b"a", b"a", b"b"], ["aab"]) == (["", "", "a", "", ""], True)
-
-
 def test_a_stop_string_cut_within_a_character() -> None:
     data = "x€€y".encode()
     for i in range(len(data) + 1):
         shown, stopped = run([data[:i], data[i:]], ["€€"])
         assert ("".join(shown), stopped) == ("x", True)
-
-
-def test_of_several_stop_strings_the_first_in_the_text_counts() -> None:
-    assert run([b"one two three"], ["three", "two"]) == (["one ", ""], True)
-
-
-def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
-    for pieces in ([b"abcd"], [b"a", b"b", b"c", b"d"]):
-        shown, stopped = run(pieces, ["cd", "bcd"])
-        assert ("".join(shown), stopped) == ("a", True)
-
-
-def test_empty_stop_strings_stop_nothing() -> None:
-    assert run([b"text"], ["", ""]) == (["text", ""], False)
-
-
-def test_a_stop_string_within_another_does_not_depend_on_the_cut() -> None:
-    """ "c" is complete before "bcd" is: "ab" is shown in any case."""
-    whole, _ = run([b"abcd"], ["bcd", "c"])
-    single, _ = run([b"a", b"b", b"c", b"d"], ["bcd", "c"])
-    assert "".join(single) == "ab"
-    assert "".join(whole) == "".join(single)
 
 
 letters = st.text("ab€ \n", max_size=30)
