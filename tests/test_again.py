@@ -3,7 +3,6 @@
 Equal logits mean equal bits, unless it is said otherwise. When chunks are scored, and which come in, is tested in test_relevance_when.py.
 """
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.again import PLACES, START, Hot, Restless, Shares, before, once, rounds
+from support.again import PLACES, Hot, Shares, before, once, rounds
 from support.changes import SCORING
 from support.runs import (
     SCORED,
@@ -32,7 +31,6 @@ from pyllama_kvflash import Token
 from pyllama_kvflash.engine import decoder
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import Schedule
-from pyllama_kvflash.policy.scorers import FADES
 
 pytestmark = pytest.mark.native
 
@@ -120,15 +118,6 @@ def test_at_most_three_rounds(opened: Open, monkeypatch: pytest.MonkeyPatch) -> 
     check_residency(kv)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_rounds_end_once_nothing_is_missed(opened: Open, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    kv = before(opened, 1300, Shares(lambda at, nth: {1 + nth: 0.9 if nth < n else 0.02} if at == 1300 else {}))
-    seen = Decoded(kv, monkeypatch)
-    events = kv.decode(TOKENS[1299:1300])
-    assert seen.calls == [(1299, 1)] * (1 + n)
-    assert [missed for _, _, missed in rounds(events)] == [*[0.9] * n, 0.02]
-
-
 @pytest.mark.parametrize(("again", "n"), [(0.74, 2), (0.75, 1), (0.76, 1), (1, 1), (1e-9, 2)])
 def test_what_is_missed_is_the_sum_of_what_comes_in(
     opened: Open, monkeypatch: pytest.MonkeyPatch, again: float, n: int
@@ -140,31 +129,6 @@ def test_what_is_missed_is_the_sum_of_what_comes_in(
     assert first == (1300, (1, 3), 0.75)  # 15 is in
     assert others == [(1300, (), 0)] * (n - 1)
     assert len(seen.calls) == n
-
-
-def test_no_more_than_swaps_come_in_at_once(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the rounds as in any other scoring while decoding."""
-    kv = before(opened, 1300, once(1300, 1, 2, 3, 4, share=0.8), swaps=2)
-    seen = Decoded(kv, monkeypatch)
-    events = kv.decode(TOKENS[1299:1300])
-    assert [(len(ins), missed) for _, ins, missed in rounds(events)] == [(2, 0.4), (2, 0.4), (0, 0)]
-    assert len(seen.calls) == 3
-
-
-@pytest.mark.usefixtures("at_one_token")
-def test_what_fades_is_not_missed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that comes back for what it had of earlier tokens was not missed by this one."""
-    kv = before(opened, 1300, Shares(lambda n, _: {3: 0.9} if n == 1300 else {}), again=0)
-    kv.decode(TOKENS[1299:1300])
-    assert 3 not in out(kv)
-    kv.page_out(3)
-    (event,) = reselects(kv.decode(TOKENS[1300:1301]))
-    assert event.page_ins == (3,)
-    assert event.scores[3] == pytest.approx(FADES * 0.9)
-    assert event.missed == pytest.approx(3e-6)
-    seen = Decoded(kv, monkeypatch)
-    feed(kv, 1310)
-    assert len(seen.calls) == 9
 
 
 @pytest.mark.parametrize("lag", [20, 40])
@@ -234,14 +198,6 @@ def test_nothing_is_decoded_again(
     check_residency(kv)
 
 
-def test_a_batch_of_several_tokens_is_not_decoded_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = before(opened, 1300, once(1301, 1))
-    seen = Decoded(kv, monkeypatch)
-    (event,) = reselects(kv.decode(TOKENS[1299:1301]))
-    assert (event.page_ins, event.missed) == ((1,), 0.9)
-    assert seen.calls == [(1299, 2)]
-
-
 def test_tokens_of_several_sequences_are_not_decoded_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is decoded alone is, and the others do not notice."""
     made: list[Shares] = []
@@ -276,47 +232,6 @@ def test_tokens_of_several_sequences_are_not_decoded_again(opened: Open, monkeyp
 
 
 #
-# with a device
-#
-
-
-@pytest.mark.usefixtures("beside")
-@pytest.mark.parametrize("again", [0.03, 0])
-def test_with_a_device_scoring_is_within_the_token_if_that_may_be_decoded_again(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, again: float
-) -> None:
-    """Else it is begun at the token, and applied one later."""
-    kv = before(opened, 1300, once(1300, 1), again=again, tau=2)
-    seen = Decoded(kv, monkeypatch)
-    events = feed(kv, 1303)
-    if again:
-        assert rounds(events)[:2] == [(1300, (1,), 0.9), (1300, (), 0)]
-        assert [pos for pos, _ in seen.calls] == [1299, 1299, 1300, 1301, 1302]
-    else:
-        assert rounds(events)[0] == (1301, (1,), 0.9)
-        assert [pos for pos, _ in seen.calls] == [1299, 1300, 1301, 1302]
-    check_residency(kv)
-
-
-@pytest.mark.usefixtures("beside")
-def test_with_a_device_a_costly_scoring_is_beside_decode(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it would be seldom within the token; times are given. What comes in then is too late for its token."""
-    step, scored = Schedule.step, Schedule.scored
-    monkeypatch.setattr(Schedule, "step", lambda self, n, _s: step(self, n, n * 1.0))
-    monkeypatch.setattr(Schedule, "scored", lambda self, *_: scored(self, 3.0, 0.0))
-    kv = opened(policy=Restless(), tau=2, share=0.03)
-    read(kv, START)
-    feed(kv, 1300)
-    seen = Decoded(kv, monkeypatch)
-    events = reselects(feed(kv, 1340))
-    assert [b.pos - a.pos for a, b in itertools.pairwise(events)] == [8] * (len(events) - 1)  # twice the lag
-    assert len(events) >= 4
-    assert all(e.missed > 0.5 for e in events)
-    assert [pos for pos, _ in seen.calls] == list(range(1300, 1340))
-    check_residency(kv)
-
-
-#
 # the end of a prompt
 #
 
@@ -348,16 +263,6 @@ def test_the_last_token_of_a_prompt_may_be_decoded_again(
     check_residency(kv)
     feed(kv, 1400)
     check_residency(kv)
-
-
-@pytest.mark.parametrize("options", [{"again": 0}, {"replay": 0}], ids=str)
-def test_the_last_token_of_a_prompt_is_as_it_was(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    kv = opened(policy=Shares(lambda n, nth: {1 + nth: 0.9} if n == 1300 else {}), **options)
-    seen = Decoded(kv, monkeypatch)
-    assert [e.reason for e in reselects(read(kv, 1300))] == ["question"]
-    assert (1299, 1) not in seen.calls
 
 
 def test_a_prompt_whose_last_token_was_taken_back_goes_on(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:

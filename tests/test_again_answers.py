@@ -9,14 +9,13 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
-from support.again import PLACES, Restless, Shares, before, once
+from support.again import PLACES, Restless, Shares
 from support.changes import SCORING
 from support.cuts import cut_off_at_every_line
 from support.runs import GREEDY, SCORED, TOKENS, Decoded, Open, check_residency, feed, plain, read, reselects, spell
 from support.scorers import Scores
 
-from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, Token, View
-from pyllama_kvflash.errors import HostMemoryError, Interrupted, NativeError
+from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, View
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import NeedlePrompt
@@ -77,26 +76,6 @@ def resident_in(kv: KVFlash) -> set[int]:
     return set(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
 
 
-def test_events_tell_what_comes_back_as_a_token_is_taken_out(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It began a chunk, so that another one was no longer of the tail, and the first to go: without the token it is again, and it is
-    brought back.
-    """
-
-    def hot(n: int, nth: int) -> dict[int, float]:
-        return {1: 0.9, 17: 0.5 if nth else 0.0} if n == 1345 else {}
-
-    kv = before(opened, 1345, Shares(hot))
-    was, seen = resident_in(kv), Decoded(kv, monkeypatch)
-    assert 17 in was
-    events = kv.decode(TOKENS[1344:1345])
-    first, *_ = reselects(events)
-    assert (first.drops[0], first.page_ins) == (17, (1,))
-    assert seen.calls == [(1344, 1)] * 2
-    assert {1, 17} <= set(seen.blocks[-1].tolist())
-    assert moved(was | {21}, events) == resident_in(kv)
-    check_residency(kv)
-
-
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 def test_events_tell_all_that_moved(opened: Open, name: str) -> None:
     """Where every chunk is can be told from them alone, at any token: those that begin a chunk and those that fill one, too."""
@@ -135,42 +114,6 @@ def test_the_pool_and_the_records_stay_whole(opened: Open) -> None:
 #
 # wherever it is cut off
 #
-
-
-@pytest.mark.parametrize("error", [Interrupted("enough"), HostMemoryError("none"), NativeError("broken")], ids=repr)
-def test_a_token_that_cannot_be_decoded_again_comes_next(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """It was taken out, and is pending: an answer goes on with it, and none is lost or told twice."""
-    spell(monkeypatch)
-    kv = before(opened, 1300, once(1302, 1))
-    kv.sequence.pending = int(TOKENS[1299])
-    decode, n = kv.ctx.decode, 0
-
-    def fails(tokens: Any, pos: int, outputs: int) -> None:
-        nonlocal n
-        n += pos == 1301
-        if n == 2:
-            raise error
-        decode(tokens, pos, outputs)
-
-    told: list[Event] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(kv.ctx, "decode", fails)
-        if isinstance(error, Interrupted):
-            told.extend(kv.generate([], max_tokens=9, append=True))
-            assert isinstance(told[-1], Done)
-            assert told[-1].reason == "interrupted"
-        else:
-            with pytest.raises(type(error), match=str(error)):
-                told.extend(kv.generate([], max_tokens=9, append=True))
-    assert (kv.n_tokens, kv.sequence.pending) == (1301, int(TOKENS[1301]))
-    assert [e.id for e in told if isinstance(e, Token)] == TOKENS[1300:1302].tolist()
-    kv.check_integrity()
-    events = list(kv.generate([], max_tokens=9, append=True))
-    assert [e.id for e in events if isinstance(e, Token)] == TOKENS[1302:1311].tolist()
-    assert np.array_equal(kv.tokens, TOKENS[:1310])
-    check_residency(kv)
 
 
 class Missing(Shares):

@@ -16,12 +16,11 @@ from support.commands import check_error, kvflash
 from support.runs import GREEDY
 
 from pyllama_kvflash import KVFlash, Sampling, Token
-from pyllama_kvflash.errors import UsageError, encoded, number, out_of_range
+from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.events import Done, Probs
 from pyllama_kvflash.native import MAX_BIASES, Sampler
 from pyllama_kvflash.native.sampler import MAX_PROBS, most
 from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.text import TextStream, unfinished
 
 pytestmark = pytest.mark.native
 
@@ -62,13 +61,6 @@ def test_a_draw_at_the_threshold_takes_the_most_likely_token_too(kv: KVFlash, te
         assert Sampler(replace(cold, seed=seed), kv.model).sample(kv.ctx) == int(kv.logits().argmax())
 
 
-def test_what_differs_at_all_has_no_chance_below_the_threshold() -> None:
-    """The next float32 after any logit of 1 or more, in float32."""
-    for logit in np.float32([1, 1.5, 17, 300]):
-        apart = (np.nextafter(logit, np.float32(math.inf)) - logit) / np.float32(2**-30)
-        assert np.exp(-apart) == 0
-
-
 #
 # how long
 #
@@ -87,11 +79,6 @@ def test_lengths(kv: KVFlash) -> None:
     *_, done = kv.generate([66] * 1000, max_tokens=-1, sampling=GREEDY)
     assert isinstance(done, Done)
     assert done.reason in {"context", "eos"}
-
-
-@pytest.mark.parametrize("command", ["run", "chat", "serve"])
-def test_lengths_of_commands(command: str) -> None:
-    check_error(kvflash(command, BUNDLED_MODEL, "-n", "-5"), 2, "-n/--predict is -5, and must be from")
 
 
 #
@@ -125,44 +112,12 @@ def test_an_answer_cut_in_a_character_goes_on_with_it(monkeypatch: pytest.Monkey
     assert first + second == TEXT
 
 
-def test_cut_at_every_token(monkeypatch: pytest.MonkeyPatch, kv: KVFlash) -> None:
-    n = len(spelt(monkeypatch, kv, TEXT))
-    parts = [said(kv, "" if i else "x", 1, append=i > 0)[0] for i in range(n)]
-    assert [part for part in parts if part] == list(TEXT)
-
-
-def test_half_a_character_is_saved(monkeypatch: pytest.MonkeyPatch, kv: KVFlash, tmp_path: Path) -> None:
-    """In a snapshot, too."""
-    n = len(spelt(monkeypatch, kv, TEXT))
-    first, _, _ = said(kv, "x", 3)
-    kv.save(tmp_path / "a.kvsnap")
-    with KVFlash.from_file(BUNDLED_MODEL, **SMALL) as other:
-        other.restore(tmp_path / "a.kvsnap")
-        second, _, _ = said(other, "", n - 3, append=True)
-    assert first + second == TEXT
-
-
 def test_half_a_character_before_a_prompt_is_not_part_of_its_answer(
     monkeypatch: pytest.MonkeyPatch, kv: KVFlash
 ) -> None:
     spelt(monkeypatch, kv, "é")
     assert said(kv, "x", 1)[0] == ""
     assert said(kv, "y", 1, append=True)[0] == "\ufffd"
-
-
-@pytest.mark.parametrize("n", range(1, len(TEXT.encode()) + 1))
-def test_bytes_that_begin_a_character(n: int) -> None:
-    data = TEXT.encode()[:n]
-    whole = data.decode(errors="ignore").encode()
-    assert unfinished(data) == data[len(whole) :]
-    stream = TextStream()
-    stream.go_on(data)
-    assert whole.decode() + stream.push(TEXT.encode()[n:]) == TEXT
-
-
-@pytest.mark.parametrize("data", [b"", b"a", b"\x80\x80", b"\xff", b"\xe2a", b"\xc3\xa9", b"\xf0\x9f\x98\x80"])
-def test_bytes_that_begin_none(data: bytes) -> None:
-    assert unfinished(data) == b""
 
 
 def test_a_chat_that_goes_on_after_half_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +165,6 @@ def test_likely_tokens_are_as_with_exact_arithmetic(kv: KVFlash) -> None:
         assert [t for t, _ in probs.top] == best.tolist()
         np.testing.assert_allclose([p for _, p in probs.top], want[best], atol=1e-5)
         assert probs.logprob == pytest.approx(want[7], abs=1e-5)
-
-
-def test_the_most() -> None:
-    values = np.float32([3, 1, 4, 1, 5, 9, 2, 6, 5])
-    assert [most(values, n).tolist() for n in (0, 1, 4, 50)] == [[], [5], [5, 7, 4, 8], [5, 7, 4, 8, 2, 0, 6, 1, 3]]
 
 
 @pytest.mark.parametrize("m", [1, 63, 64, 65, 1000, 5000])
@@ -299,14 +249,3 @@ NUMBERS: list[tuple[float, str]] = [
 @pytest.mark.parametrize(("value", "text"), NUMBERS)
 def test_numbers_as_people_write_them(value: float, text: str) -> None:
     assert number(value) == text
-
-
-def test_what_is_out_of_range() -> None:
-    assert out_of_range(0.1 + 0.2, 1, 1e9, "x") == "x is 0.3, and must be from 1 to 1,000,000,000"
-    assert out_of_range(2000.0, -math.inf, 1e3, "x") == "x is 2,000, and must be 1,000 or less"
-
-
-def test_encoded() -> None:
-    assert encoded("é", "it") == b"\xc3\xa9"
-    with pytest.raises(UsageError, match=r"^it is not Unicode text: half of a surrogate pair at character 2$"):
-        encoded(HALF, "it")

@@ -92,13 +92,6 @@ def test_a_window_goes_back_by_itself_as_far_as_it_can(opened: Open) -> None:
     assert asked(kv, np.concatenate([TOKENS[:980], TOKENS[5000:5100]])) == 980
 
 
-def test_a_plain_cache_needs_none(opened: Open) -> None:
-    kv = opened("qwen3", pool="off")
-    asked(kv, TOKENS[:1000], (433,))
-    assert positions(kv) == []
-    assert asked(kv, np.concatenate([TOKENS[:450], TOKENS[5000:5100]])) == 450
-
-
 @pytest.mark.parametrize("name", ["qwen4exp", "deepseek32"])
 def test_a_memory_without_a_pool_goes_on(opened: Open, name: str) -> None:
     """A conversation that only grows is not read again."""
@@ -114,14 +107,6 @@ def test_where_they_are(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     assert positions(kv) == [20, 40, 200, 350, 862]
     asked(kv, TOKENS[:1000], (910, 920))
     assert positions(kv)[5:] == [920], "the last one of a text that goes on"
-
-
-def test_without_marks_it_is_where_the_last_graph_begins(opened: Open) -> None:
-    kv = opened("qwen35", pool="off")
-    asked(kv, TOKENS[:300])
-    assert positions(kv) == [256]
-    asked(kv, TOKENS[:330])
-    assert positions(kv) == [256, 300]
 
 
 def test_a_turn_is_cut_for_a_snapshot_now_and_then(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,19 +154,6 @@ def test_sequences_have_their_own(case_of: Callable[..., Case]) -> None:
 #
 # that this can fail
 #
-@exact
-def test_a_unit_in_neither_is_seen(case_of: Callable[..., Case]) -> None:
-    """The last chunk that is out has no codes."""
-    case = case_of("qwen3")
-    assert not is_full_cache(case, coarse_run(case, n_cover=9))
-
-
-def test_without_codes_it_is_not_the_full_cache(case_of: Callable[..., Case]) -> None:
-    case = case_of("qwen3")
-    with case.pool(1280) as run:
-        run.feed(N_READ)
-        run.out(range(1, 10))
-        assert apart(steps(run), case.stock_logits[-N_STEPS:]) > floor(case)
 
 
 def change_means(blob: Record, made: Coarse, layer: int) -> None:

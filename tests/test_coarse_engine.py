@@ -3,7 +3,6 @@
 With codes that are exact (32 bits), an engine with a pool has the full cache's logits, but for rounding, in whatever it does.
 """
 
-import io
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -25,12 +23,10 @@ from support.rounding import relative_rms
 from support.runs import TOKENS, Open, feed, logits_of, read
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.cli.figures import closing_details, details, stats_table
 from pyllama_kvflash.errors import AllocationError, HostMemoryError, UsageError
 from pyllama_kvflash.native.guests import Guests
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
-from pyllama_kvflash.policy.fresh import Heads
 from pyllama_kvflash.pool.guests import GuestRoom
 
 pytestmark = pytest.mark.native
@@ -182,18 +178,6 @@ def test_another_process_goes_on(opened: Open, tmp_path: Path, policy: str) -> N
     np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), logits_of(kv, 1530, 1))
 
 
-def test_another_form_is_made_anew(opened: Open, tmp_path: Path) -> None:
-    kv, path = opened(policy="fresh", snapshots=True), tmp_path / "a.kvsnap"
-    read(kv, 1500)
-    kv.save(path)
-    for coarse in ("2", "off"):
-        other = opened(policy="fresh" if coarse == "2" else "qk", snapshots=True, coarse=coarse)
-        other.restore(path)
-        feed(other, 1510)
-        other.check_integrity()
-        assert other.stats().coarse_tokens == (1472 if coarse == "2" else 0)
-
-
 #
 # answers
 #
@@ -206,40 +190,9 @@ def test_recency_with_codes_finds_every_needle(opened: Open, coarse: str) -> Non
     assert needles.n_found(opened, NEEDLES, policy="lru", coarse=coarse) == len(NEEDLES.needles)
 
 
-def test_recency_without_codes_finds_none(opened: Open) -> None:
-    assert needles.n_found(opened, NEEDLES, policy="lru", coarse="off") <= 1
-
-
 #
 # what they take, and who has them
 #
-
-
-def test_bytes_are_said(opened: Open) -> None:
-    kv = opened(policy="fresh")
-    read(kv, 1500)
-    feed(kv, 1510)
-    s, layers = kv.stats(), [Heads.of(layer) for layer in kv.ctx.layers()]
-    assert s.coarse_tokens == 1472
-    codes = sum(CoarseForm(4, 4).n_bytes(heads, 1472) for heads in layers)
-    assert s.coarse_bytes > codes if ON_GPU else s.coarse_bytes == codes  # a GPU has room for all of the context
-    assert s.device_kv_bytes == kv.resident_bytes >= s.kv_device_bytes + s.coarse_bytes
-    whole = sum(CoarseForm(4, 4).n_bytes(heads, 8192) for heads in layers)
-    assert any(
-        f"everything outside the pool seen by 4 bits of keys and values ({whole / 2**20:.1f} MiB" in line
-        for line in details(kv)
-    )
-    assert "of codes" in closing_details(s, "length")
-    shown = Console(file=io.StringIO(), width=200)
-    shown.print(stats_table(s))
-    assert "of 1,472 tokens" in shown.file.getvalue()
-    assert kv.residency().coded.tolist() == [True] * 23 + [False]
-
-
-def test_who_has_them(opened: Open) -> None:
-    assert opened(coarse="auto", policy="fresh").options.coarse == "4"
-    assert opened(coarse="auto", pool="off").options.coarse == "off"
-    assert opened("mamba", coarse="auto", pool="off").options.coarse == "off"
 
 
 def test_there_may_be_no_memory_for_them(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,15 +161,3 @@ def test_sequences_of_a_pool_read_their_own_features() -> None:
     assert [ids for ids, _ in both] == [ids for ids, _ in alone]
     assert sum(n for _, n in alone) > 8, "else there is nothing to compare"
     assert abs(sum(n for _, n in both) - sum(n for _, n in alone)) <= 2
-
-
-@pytest.mark.parametrize("pair", ["eagle3", "mtp"], indirect=True)
-def test_several_sequences_draft(pair: tuple[Path, Spec]) -> None:
-    """Random weights guess wrong: every sequence goes back at nearly every step, and none disturbs another."""
-    path, spec = pair
-    with KVFlash.from_file(path, **OPTIONS, pool=2048, spec=spec, n_parallel=2) as kv:
-        found = by_turns(kv, [PROMPT[:300], PROMPT[300:650]], 40)
-        assert [len(ids) for ids, _ in found] == [40, 40]
-        assert [s.n_tokens for s in kv.sequences] == [339, 389]
-        for sequence in kv.sequences:
-            sequence.check_integrity()

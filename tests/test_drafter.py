@@ -6,7 +6,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
@@ -14,17 +13,16 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import needles
 from support.changes import SCORERS
 from support.rewritten import rewritten
-from support.runs import GREEDY, Open, check_residency, out, text_of
+from support.runs import GREEDY, Open, check_residency, text_of
 
 from pyllama_kvflash import KVFlash, Reselect, Warn
-from pyllama_kvflash.cli.needles import answer_all, positions
+from pyllama_kvflash.cli.needles import answer_all
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model
 from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.scorers import reader
-from pyllama_kvflash.scorers.crosstok import char_spans
 from pyllama_kvflash.scorers.reader import Reader, find_scorer_model, same_tokenizer
 
 pytestmark = pytest.mark.native
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.native
 SMALL: dict[str, Any] = {
     "n_ctx": 8192,
     "pool": 768,
-    "scorer_pool": 1024,
     "n_threads": 1,
     "prefill": "pool",
     "share": 0,
@@ -135,20 +132,9 @@ def test_a_drafter_finds_the_codes(opened: Open, document: NeedlePrompt, policy:
     assert kv.policy == policy, "it is the drafter that found them"
     assert (drafter_of(kv)._retokenizer is not None) == (policy == "crosstok")
     assert kv.stats().summary_bytes == 0
-    assert inner(kv).n_pool == 1024
+    assert inner(kv).n_pool == 2048
     check_residency(kv)
     inner(kv).check_integrity()
-
-
-def test_a_question_brings_back_the_chunk_of_its_code(opened: Open, document: NeedlePrompt) -> None:
-    kv = opened()
-    spans = positions(kv, document)
-    read(kv, document.text)
-    end = kv.n_tokens
-    for needle, (start, stop) in list(zip(document.needles, spans, strict=True))[:3]:
-        list(kv.generate(needle.question, max_tokens=1, sampling=GREEDY, append=True))
-        assert not set(range(start // 64, (stop - 1) // 64 + 1)) & set(out(kv)), needle.key
-        kv.rollback(end)
 
 
 @pytest.mark.nightly(SCORERS)
@@ -169,34 +155,6 @@ def test_another_tokenizer_runs_through_the_text(opened: Open, document: NeedleP
 
 
 @pytest.mark.nightly(SCORERS)
-@pytest.mark.parametrize("depth", [0.2, 0.5, 0.8])
-def test_scores_come_back_by_the_span_of_the_text(
-    opened: Open, document: NeedlePrompt, other_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, depth: float
-) -> None:
-    """What the drafter finds hot is hot in the target: a rare word, planted, and the one chunk that it scores."""
-    at = document.text.index("\n", int(depth * len(document.text))) + 1
-    text = document.text[:at] + "Zyzzyva zyzzyva.\n" + document.text[at:]
-    kv = opened(policy="crosstok", scorer_model=str(other_tokenizer))
-
-    def planted(theirs: KVFlash) -> npt.NDArray[np.float64]:
-        spans = char_spans([theirs.model.piece(int(t)) for t in theirs.tokens])
-        here = np.flatnonzero((spans[:, 0] >= at) & (spans[:, 0] < at + 7))
-        scores = np.zeros(theirs.n_tokens // 64)
-        scores[here // 64] = 1
-        return scores
-
-    monkeypatch.setattr(Reader, "_chunk_scores", lambda _self, theirs: planted(theirs))
-    (event,) = [e for e in read(kv, text) if isinstance(e, Reselect)]
-    spans = char_spans([kv.model.piece(int(t)) for t in kv.tokens])
-    mine = set((np.flatnonzero((spans[:, 0] >= at) & (spans[:, 0] < at + 7)) // 64).tolist())
-    hot = {i for i, s in enumerate(event.scores) if s == 1}
-    assert mine <= hot
-    assert len(hot) <= 3  # their chunk of 64 tokens is about as long as one of ours
-    assert max(abs(h - m) for h in hot for m in mine) <= 1
-    assert not mine & set(out(kv))
-
-
-@pytest.mark.nightly(SCORERS)
 def test_other_pieces_are_another_tokenizer(
     opened: Open, other_tokenizer: Path, brief: NeedlePrompt, tmp_path: Path
 ) -> None:
@@ -212,16 +170,6 @@ def test_other_pieces_are_another_tokenizer(
     kv = opened(scorer_model=str(copy))
     read(kv, brief.text)
     assert kv.policy == "drafter"
-
-
-@pytest.mark.nightly(SCORERS)
-@pytest.mark.parametrize("policy", ["drafter", "crosstok"])
-def test_a_tokenizer_of_more_tokens(opened: Open, document: NeedlePrompt, other_tokenizer: Path, policy: str) -> None:
-    """A text that fits the context of the target is read to its end, though it takes the drafter more tokens."""
-    kv = opened(policy=policy, scorer_model=str(other_tokenizer), n_ctx=2112, scorer_pool=768)
-    assert warnings(read(kv, document.text)) == []
-    assert inner(kv).n_tokens > 2112
-    assert kv.policy == "crosstok"
 
 
 #
@@ -298,13 +246,6 @@ def test_qk_takes_over_from_a_drafter_that_cannot(
     assert kv.policy == policy
 
 
-def test_without_a_drafter_nothing_is_loaded(opened: Open) -> None:
-    with pytest.raises(
-        UsageError, match=r"no scorer model is found: give one \(`scorer_model`\), or put it at .*-draft.gguf"
-    ):
-        opened(scorer_model=None)
-
-
 @pytest.mark.nightly(SCORERS)
 def test_a_drafter_that_is_interrupted_ends_the_generation(
     opened: Open, brief: NeedlePrompt, monkeypatch: pytest.MonkeyPatch
@@ -336,26 +277,6 @@ def test_a_drafter_that_is_interrupted_ends_the_generation(
     assert kv.policy == "drafter"
 
 
-@pytest.mark.nightly(SCORERS)
-@pytest.mark.parametrize("policy", ["drafter", "crosstok"])
-@pytest.mark.parametrize("n_ctx", [1280, 2048, 2304])
-def test_a_context_no_longer_than_the_drafter_s_pool(opened: Open, policy: str, n_ctx: int) -> None:
-    """The drafter keeps all of it then, and scores as well."""
-    kv = opened(policy=policy, n_ctx=n_ctx, scorer_pool=2048)
-    assert kv.n_pool == 768
-    events = list(kv.prefill(np.arange(1200, dtype=np.int32) % 400 + 10))
-    assert warnings(events) == []
-    assert kv.policy == policy
-
-
-def test_small_pools_of_the_drafter_are_raised(opened: Open, brief: NeedlePrompt) -> None:
-    kv = opened(scorer_pool=1)
-    assert kv.n_pool == 768
-    assert warnings(read(kv, brief.text)) == []
-    assert kv.policy == "drafter"
-    assert inner(kv).n_pool == 768
-
-
 #
 # where it is found
 #
@@ -380,24 +301,6 @@ def test_places_of_a_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     places[0].unlink()
     places[0].mkdir()  # a folder is no drafter
     assert find_scorer_model(None, target) == places[1]
-
-
-def test_the_cache_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    path = tmp_path / ".cache" / "kvflash" / "draft-scorer.gguf"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"GGUF")
-    assert find_scorer_model(None, tmp_path / "models" / "big.gguf") == path
-
-
-def test_a_drafter_next_to_its_target_is_used(opened: Open, tmp_path: Path, brief: NeedlePrompt) -> None:
-    for name in ("big.gguf", "big-draft.gguf"):
-        (tmp_path / name).symlink_to(BUNDLED_MODEL)
-    kv = opened(tmp_path / "big.gguf", scorer_model=None)
-    read(kv, brief.text)
-    assert drafter_of(kv).path == tmp_path / "big-draft.gguf"
-    assert inner(kv).model.path == tmp_path / "big-draft.gguf"
 
 
 #
@@ -518,10 +421,3 @@ def test_closing_closes_the_drafter(opened: Open, brief: NeedlePrompt) -> None:
         with pytest.raises(UsageError, match="is closed"):
             _ = closed.handle
     kv.close()
-
-
-def test_a_drafter_is_loaded_when_it_is_needed(opened: Open) -> None:
-    """Not for a text that fits the pool."""
-    kv = opened()
-    list(kv.generate("The secret code for the", max_tokens=8, sampling=GREEDY))
-    assert drafter_of(kv)._kv is None

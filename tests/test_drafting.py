@@ -84,22 +84,6 @@ def test_the_same_as_without(
         assert any(step.n <= b < step.width for b, step in zip(border, steps, strict=True)), "not over it after all"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
-def test_a_drafter_that_is_right_by_itself(
-    opened: Open,
-    control: Callable[..., Run],
-    noise: Callable[..., float],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
-    """The model drafts for itself: it guesses what does follow unless the chunks that are out matter."""
-    want = control(name, "lru")
-    got = run(opened(name, {"kind": "draft", "model": name}), monkeypatch, script=want.ids, max_tokens=N_ANSWER)
-    same(got, want, noise(name, "f16"))
-    stats = got.done.stats
-    assert stats.accepted > 0.2 * stats.drafted
-
-
 def keeping(kv: KVFlash, batch: npt.NDArray[np.int32], n: int) -> None:
     """Decode a batch, of which the first n tokens are accepted."""
     part = Part(kv.sequence, batch, draft=True)
@@ -231,16 +215,9 @@ def test_counts(opened: Open, story: npt.NDArray[np.int32]) -> None:
     always = stats({"kind": "draft", "model": "needle-draft"})
     assert 0 < always.accepted < always.drafted
     assert always.gated_steps == 0
-    seldom = stats({"kind": "draft", "model": "needle-draft", "gate": 100, "sustain": 1})
+    seldom = stats({"kind": "draft", "model": "needle-draft", "gate": 100})
     assert 0 < seldom.draft_steps < 10
     assert seldom.gated_steps > 40
     sure = stats({"kind": "draft", "model": "needle-draft", "p_min": 0.99})
     assert sure.drafted < always.drafted
     assert sure.acceptance > always.acceptance
-
-
-def test_what_fills_a_batch_up_is_no_guess(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In text of a period of six tokens, an n-gram finds five that follow, and then comes the first one again."""
-    text = np.resize(TOKENS[:6], 300)
-    kv = opened("qwen3", {"n_max": 16})
-    run(kv, monkeypatch, text[:200], script=text[200:].tolist(), max_tokens=60)

@@ -12,16 +12,13 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import drafting
 from support.cuts import cut_off_at_every_line
-from support.drafting import PROMPT, TOKENS, Knowing, add_up
+from support.drafting import Knowing, add_up
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held
 from support.runs import GREEDY, Open, text_of
 
 from pyllama_kvflash import Done, KVFlash, Sampling, Token
-from pyllama_kvflash.engine import generation
-from pyllama_kvflash.errors import Interrupted
-from pyllama_kvflash.events import Event
-from pyllama_kvflash.native import Context, Model, Sampler
+from pyllama_kvflash.native import Model
 
 pytestmark = pytest.mark.native
 
@@ -177,58 +174,6 @@ def test_a_seed_gives_the_same_text(
 #
 # cut off
 #
-
-
-@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
-@pytest.mark.parametrize("name", ["qwen3", "qwen35"])
-def test_interrupted_in_a_check(
-    opened: Open,
-    noise: Callable[..., float],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    error: type[BaseException],
-) -> None:
-    """The sampler raises, after any number of tokens: the sequence is as it is without drafts, and goes on as that does."""
-    control, kv = opened(name), opened(name, {})
-    script = TOKENS[1000:1040].tolist()
-
-    def cut(kv: KVFlash, at: int, prompt: Any, **kwargs: Any) -> tuple[Any, ...]:
-        n = 0
-
-        class Cut(Sampler):
-            def sample(self, ctx: Context, i: int = -1) -> int:
-                nonlocal n
-                n += 1
-                if n == at:
-                    raise error
-                return int(script[n - 1])
-
-        events: list[Event] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(generation, "Sampler", Cut)
-            try:
-                events.extend(kv.generate(prompt, max_tokens=20, **kwargs))
-            except KeyboardInterrupt:
-                assert error is KeyboardInterrupt
-            else:
-                assert isinstance(events[-1], Done)
-                assert events[-1].reason == ("interrupted" if at <= 20 else "length")
-        ids = [e.id for e in events if isinstance(e, Token)]
-        return ids, kv.tokens.tolist(), kv.sequence.pending, kv.logits()
-
-    knowing = Knowing(monkeypatch, [], wrong=0.1)
-    for at in (1, 2, 4, 5, 6, 11):
-        knowing.text = [*PROMPT[:100], *script]
-        want, got = (cut(each, at, PROMPT[:100]) for each in (control, kv))
-        if error is Interrupted:
-            assert got[0] == want[0]
-        assert got[1:3] == want[1:3]
-        knowing.text = [*want[1], *PROMPT[100:120], *script]
-        want, got = (cut(each, 99, PROMPT[100:120], append=True) for each in (control, kv))
-        assert got[:3] == want[:3]
-        assert np.abs(got[3] - want[3]).max() <= noise(name, "f16")
-        kv.check_integrity()
-    assert knowing.n_calls > 20
 
 
 def test_interrupted_anywhere(

@@ -33,7 +33,6 @@ REFUSED: list[tuple[dict[str, Any], type[KVFlashError], tuple[str, ...]]] = [
     ({"p_min": np.nan}, UsageError, ("`spec.p_min` is nan",)),
     ({"window": 0}, UsageError, ("`spec.window` is 0",)),
     ({"gate": -1}, UsageError, ("`spec.gate` is -1",)),
-    ({"sustain": 0}, UsageError, ("`spec.sustain` is 0",)),
     # files
     ({"kind": "draft", "model": "missing"}, UsageError, ("missing.gguf does not exist",)),
     ({"kind": "draft", "model": "folder"}, UsageError, ("folder.gguf is a directory",)),

@@ -1,7 +1,6 @@
 """Going on after whatever went wrong: Ctrl-C at any place, or no memory. Equal logits mean equal bits."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,11 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
-from support.cuts import cut_off, cut_off_at_every_line, no_memory, place
-from support.runs import GREEDY, LRU, TOKENS, Logits, Open, check_residency, feed, logits_of, out, text_of
+from support.cuts import cut_off, cut_off_at_every_line, no_memory
+from support.runs import GREEDY, LRU, TOKENS, Open, check_residency, feed, logits_of, out, text_of
 
 from pyllama_kvflash import Done, KVFlash, Paged, Prefill, Token
-from pyllama_kvflash.errors import HostMemoryError, Interrupted, NativeError, PoolError
+from pyllama_kvflash.errors import HostMemoryError, NativeError, PoolError
 from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.needle import NeedlePrompt
 
@@ -51,141 +50,7 @@ def test_interrupt_in_a_loop_over_events(opened: Open) -> None:
     assert np.array_equal(kv.logits(), control.logits())
 
 
-def test_interrupt_in_a_loop_over_tokens(opened: Open) -> None:
-    kv = opened("needle")
-    whole = text_of(list(kv.generate("The secret code for the", max_tokens=32, sampling=GREEDY)))
-    seen = ""
-
-    def loop() -> None:
-        nonlocal seen
-        for event in kv.generate("The secret code for the", max_tokens=32, sampling=GREEDY):
-            seen += event.text if isinstance(event, Token) else ""
-            if len(seen) > 10:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loop()
-    assert seen
-    assert whole.startswith(seen)
-    kv.check_integrity()
-    kv.clear()
-    assert text_of(list(kv.generate("The secret code for the", max_tokens=32, sampling=GREEDY))) == whole
-
-
-STEPS = [
-    "ctx.decode",
-    "ctx.drop",
-    "ctx.begin_read",
-    "ledger.drop",
-    "ledger.write",
-    "ledger.mark_stored",
-    "store.put",
-    "memory.reserve",
-]
-
 TINY: dict[str, Any] = {"n_ctx": 4096, "pool": 256, "chunk": 16, "n_batch": 16}  # 16 blocks, as many batches a second
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_path: Callable[[str], Path]) -> Iterator[tuple[KVFlash, Logits]]:
-    """A run of 800 tokens in batches of 10, and its logits."""
-    with KVFlash.from_file(tiny_path("qwen3"), **{**SMALL, **TINY}) as kv:
-        yield kv, logits_of(kv, 800, 10)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", STEPS)
-def test_batch_that_is_cut_off(
-    opened: Open, reference: tuple[KVFlash, Logits], monkeypatch: pytest.MonkeyPatch, step: str, when: str
-) -> None:
-    """Wherever Ctrl-C comes within a step, the sequence stands before or after it, and going on gives the same."""
-    control, want = reference
-    kv = opened(**TINY)
-    feed(kv, 400, 10)
-    n_cut = 0
-    for _ in range(8):  # batches that begin and seal chunks, and such that do not
-        with monkeypatch.context() as patch:
-            cut_off(*place(kv, step), when, patch)
-            start = kv.n_tokens
-            try:
-                kv.decode(TOKENS[start : start + 10])
-            except KeyboardInterrupt:
-                n_cut += 1
-                assert kv.n_tokens in {start, start + 10}
-        if n_cut % 2:
-            check_residency(kv, 16)  # else, the next step has to recover by itself
-        feed(kv, start + 10, 10)
-    assert n_cut >= 4
-    got = logits_of(kv, 800, 10)
-    assert np.array_equal(got, want[-len(got) :])
-    assert out(kv) == out(control)
-    for chunk in range(800 // 16):
-        assert np.array_equal(kv.pager.records.get(chunk), control.pager.records.get(chunk))
-    check_residency(kv, 16)
-
-
-def bring_both(kv: KVFlash) -> None:
-    """The first finds a free block, the second needs another's."""
-    kv.page_in(3)
-    kv.page_in(4)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    "step",
-    ["ctx.begin_page_in", "ctx.commit", "ctx.drop", "ledger.begin_page_in", "ledger.commit_page_in", "store.get"],
-)
-def test_page_in_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPatch, step: str, when: str) -> None:
-    kv = opened()
-    feed(kv, 768, 64)  # the pool is full
-    kv.page_out(3)
-    kv.page_out(4)
-    feed(kv, 830, 64)
-    with monkeypatch.context() as patch:
-        cut_off(*place(kv, step), when, patch)
-        with pytest.raises(KeyboardInterrupt):
-            bring_both(kv)
-    bring_both(kv)
-    check_residency(kv)
-    assert not {3, 4} & set(out(kv))
-    feed(kv, 2000, 64)
-    check_residency(kv)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    "step", ["ctx.seq_rm", "ledger.rollback", "store.forget", "ctx.begin_page_in", "ctx.commit", "ctx.attn_seq_rm"]
-)
-def test_rollback_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPatch, step: str, when: str) -> None:
-    """It happened, or it did not; and it can be done again."""
-    kv, control = opened(sinks=0), opened(sinks=0)
-    feed(kv, 100, 64)
-    feed(kv, 1500, 64)
-    feed(control, 100, 64)
-    with monkeypatch.context() as patch:
-        cut_off(*place(kv, step), when, patch)
-        with pytest.raises(KeyboardInterrupt):
-            kv.rollback(100)
-    assert kv.n_tokens in {100, 1500}
-    assert len(kv.residency().state) == -(-kv.n_tokens // 64)
-    kv.check_integrity()
-    kv.rollback(100)
-    kv.check_integrity()
-    assert np.abs(logits_of(kv, 400) - logits_of(control, 400)).max() < 0.02  # chunks may have changed blocks
-
-
-def test_clear_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = opened()
-    want = logits_of(kv, 1500)
-    for step in ("ctx.clear", "ledger.clear", "store.forget"):
-        for when in ("before", "after"):
-            with monkeypatch.context() as patch:
-                cut_off(*place(kv, step), when, patch)
-                with pytest.raises(KeyboardInterrupt):
-                    kv.clear()
-            kv.clear()
-            kv.check_integrity()
-            assert np.array_equal(logits_of(kv, 1500), want)
 
 
 def before_decode(kv: KVFlash) -> None:
@@ -258,36 +123,11 @@ def test_cut_off_batch_of_a_recurrent_model(opened: Open, monkeypatch: pytest.Mo
     assert np.array_equal(logits_of(kv, 500), want)
 
 
-def test_recurrent_model_goes_on_where_nothing_was_decoded(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv, control = opened("qwen35"), opened("qwen35")
-    feed(kv, 1000, 64)
-    feed(control, 1000, 64)
-    with monkeypatch.context() as patch:
-        cut_off(kv.ctx, "decode", "before", patch)
-        with pytest.raises(KeyboardInterrupt):
-            kv.decode(TOKENS[1000:1064])
-    check_residency(kv)
-    assert np.array_equal(logits_of(kv, 1500), logits_of(control, 1500))
-
-
 @pytest.fixture
 def stop() -> Iterator[Callable[[], None]]:
     """What Ctrl-C calls within interruptible(); undone after the test."""
     yield lambda: lib.kvf_interrupt(True)
     lib.kvf_interrupt(False)
-
-
-def test_interrupted_decode(opened: Open, stop: Callable[[], None]) -> None:
-    kv, control = opened(), opened()
-    feed(kv, 1000, 64)
-    feed(control, 1000, 64)
-    stop()
-    with pytest.raises(Interrupted):
-        kv.decode(TOKENS[1000:1064])
-    assert kv.n_tokens == 1000
-    check_residency(kv)
-    lib.kvf_interrupt(False)
-    assert np.array_equal(logits_of(kv, 1500), logits_of(control, 1500))
 
 
 def test_interrupted_generation_ends_with_done(opened: Open, stop: Callable[[], None], document: NeedlePrompt) -> None:

@@ -213,24 +213,6 @@ def test_a_pass_that_is_left(
     check_same(kv, control)
 
 
-def test_two_sequences_read_by_turns(opened: Open, late: Callable[[int], Late]) -> None:
-    """A batch of one, a batch of the other: each pass is ended by the other one, and both read what they read alone."""
-    controls = [opened(policy="lru", n_parallel=2).sequences[0] for _ in range(2)]
-    texts = [TOKENS[:END], TOKENS[2000 : 2000 + END]]
-    for one, text in zip(controls, texts, strict=True):
-        list(one.prefill(text))
-    late(2)
-    both = opened(policy="lru", n_parallel=2).sequences[:2]
-    turns = [one.prefill(text) for one, text in zip(both, texts, strict=True)]
-    while turns:
-        turns = [turn for turn in turns if next(turn, None) is not None]
-    for one, control in zip(both, controls, strict=True):
-        assert np.array_equal(one.tokens, control.tokens)
-        for chunk in range(END // CHUNK):
-            got, want = (s.pager.records.get(chunk) for s in (one, control))
-            np.testing.assert_array_equal(got, want, err_msg=f"{chunk}")
-
-
 @pytest.mark.nightly(ENGINE)
 @pytest.mark.slow
 def test_a_pass_that_is_cut_off_at_every_line(opened: Open, late: Callable[[int], Late]) -> None:

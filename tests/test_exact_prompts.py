@@ -1,8 +1,6 @@
 """Prompts that are read exactly: what the full cache says, bit for bit, and a pool chosen by what the last tokens attend to."""
 
-import itertools
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from threading import Timer
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.changes import ENGINE, crossed
-from support.cuts import cut_off, cut_off_at_every_line
+from support.cuts import cut_off_at_every_line
 from support.oracles import ON_GPU
 from support.runs import TOKENS, Logits, Open, check_residency, feed, read, reselects
 
@@ -109,16 +107,6 @@ def test_wide_batches(opened: Open, cache: str) -> None:
     full = opened(**CACHES[cache], **(FULL | {"n_batch": 1024, "n_ubatch": 1024}))
     for n in (2900, 700):
         assert_same(prompt(kv, n), prompt(full, n))
-    check_residency(kv, CHUNK)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_forty_times_the_pool(opened: Open) -> None:
-    kv, full = opened(n_ctx=16384, n_ubatch=512), opened(n_ctx=16384, **(FULL | {"n_batch": 512, "n_ubatch": 512}))
-    for n in (9000, 1301):
-        assert_same(prompt(kv, n), prompt(full, n))
-    assert kv.n_tokens > 40 * N_POOL
     check_residency(kv, CHUNK)
 
 
@@ -241,12 +229,6 @@ def assert_close(got: Logits, want: Logits) -> None:
     assert apart < 0.02
 
 
-def test_two_windows_by_turns(opened: Open) -> None:
-    """A window that comes back lies in other cells, and its sums round otherwise."""
-    first = opened("gemma4", n_parallel=2, pool=2 * N_POOL)
-    by_turns(first, [opened("gemma4", **FULL) for _ in range(2)], assert_close)
-
-
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "laguna-swa"])
 def test_two_windows_of_the_size_of_the_pools(opened: Open, name: str) -> None:
     """The pool's batches are as large as those of the exact pass, and so are its windows."""
@@ -329,14 +311,6 @@ def test_pool_is_chosen_by_what_the_last_tokens_attend_to(opened: Open, name: st
     assert want[resident & candidates].min() > np.median(want[candidates])  # the shares differ
 
 
-def test_lru_keeps_the_most_recent(opened: Open) -> None:
-    kv = opened(policy="lru")
-    read(kv, 1200)
-    n_chunk, n_block = 1200 // CHUNK, N_POOL // CHUNK
-    resident = np.flatnonzero(kv.residency().state == State.RESIDENT)
-    assert resident.tolist() == [0, *range(n_chunk - (n_block - 2), n_chunk)]
-
-
 @pytest.mark.parametrize("policy", ["qk", "lru", "qk-cos"])
 def test_pins_stay(opened: Open, policy: str) -> None:
     """Those that were read, and those of the prompt itself."""
@@ -410,16 +384,6 @@ def test_panes_that_do_not_fit(opened: Open) -> None:
     check_residency(kv, CHUNK)
 
 
-def test_auto_reads_exactly_where_there_is_room(opened: Open) -> None:
-    kv, exact, through = (opened(prefill=how) for how in ("auto", "exact", "pool"))
-    want = prompt(exact, 600)
-    assert_same(prompt(kv, 600), want)
-    assert not np.array_equal(prompt(through, 600), want)
-    assert kv.warnings == through.warnings == ()
-    assert any(note.startswith("prompts are read exactly") for note in kv.notes)
-    assert not any("exactly" in note for note in through.notes)
-
-
 def test_context_that_cannot_be_made(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reason is in the sentence; with `auto`, in the warning."""
 
@@ -477,13 +441,6 @@ def prompt_to(full: KVFlash, cut: int, end: int) -> Logits:
     """The same batches: up to where the other was cut off, then to the end."""
     read(full, cut)
     return prompt(full, end - full.n_tokens)
-
-
-def test_full_cache_has_no_exact_pass(opened: Open) -> None:
-    full = opened(**FULL)
-    assert full.sequence.exact is None
-    with pytest.raises(UsageError, match="open the model with `prefill`"):
-        _ = full.sequence.reads_exactly
 
 
 #
@@ -570,40 +527,6 @@ def test_cut_off_at_every_line(
 
     _, places = cut_off_at_every_line(lambda: opened(name), act, check, prepare=prepare, files=files, step=stride)
     assert len(places) >= 20, "nothing was cut off"
-
-
-PLACES = ["ctx.decode_into", "ctx.restore_partial", "ctx.save_partial", "pool.restore_partial", "pool.page_in"]
-
-
-# of the three, qwen35 alone has states to save
-@pytest.mark.parametrize(
-    ("when", "name", "place"),
-    [
-        *(("after", name, place) for name in ("qwen3", "gemma4") for place in ("ctx.decode_into", "pool.page_in")),
-        *(
-            pytest.param("before", name, place, marks=pytest.mark.nightly)
-            for name in ("qwen3", "gemma4")
-            for place in ("ctx.decode_into", "pool.page_in")
-        ),
-        *itertools.product(["after", "before"], ["qwen35"], PLACES),
-    ],
-)
-def test_cut_off_between_the_contexts(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, place: str, when: str
-) -> None:
-    """And the next call is another prompt: nothing looks in between."""
-    kv, control = opened(name), Control(opened(name, **FULL))
-    read(kv, N_BEGUN)
-    owner, method = place.split(".")
-    target = type(kv.sequence.reads_exactly.ctx) if owner == "ctx" else kv.ctx
-    for _ in range(3):
-        with monkeypatch.context() as patch:
-            cut_off(target, method, when, patch)
-            with suppress(KeyboardInterrupt):
-                a_prompt(kv)
-        a_prompt(kv)
-        assert_same(kv.logits(), control.at(kv.n_tokens))
-    check_residency(kv, CHUNK)
 
 
 @pytest.fixture

@@ -15,17 +15,13 @@ from support.changes import ENGINE, crossed
 from support.drafting import width_noise
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held, relative_rms
-from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Logits, Open, check_residency, feed, read
+from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Logits, Open, check_residency, read
 
 from pyllama_kvflash import KVFlash, Token
-from pyllama_kvflash.bench.trace import read_trace
-from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import SnapshotError
-from pyllama_kvflash.events import as_dict
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.options import Spec
-from pyllama_kvflash.policy import State
 from pyllama_kvflash.pool import checkpoints
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
@@ -119,16 +115,6 @@ def test_a_snapshot_of_the_other_way_to_read_is_none(opened: Open, snap: Path, h
     again = opened(prefill=other)
     assert again.restore(snap) == n
     check_residency(again, CHUNK)
-
-
-def test_whoever_may_choose_can_use_what_the_chosen_way_has(opened: Open, snap: Path) -> None:
-    """`auto` reads exactly where there is memory, and its snapshots are those of `exact`; the number of panes is no matter."""
-    kv = opened(prefill="auto", panes=1)
-    read(kv, 1000)
-    kv.save(snap)
-    assert opened(prefill="exact", panes=3).restore(snap) == 1000
-    with pytest.raises(SnapshotError, match=OTHER_WAY["pool"]):
-        opened(prefill="pool").restore(snap)
 
 
 def test_the_prefix_cache_keeps_the_ways_apart(opened: Open, tmp_path: Path) -> None:
@@ -345,52 +331,3 @@ def test_drafts_after_an_exact_prompt_change_no_token(pair: Pair, monkeypatch: p
     assert chosen.n_held == len(chosen.rows) == 80
     assert heard.batches[: len(batches(0, 1000))] == batches(0, 1000)
     assert started in [pos for pos, _ in heard.batches]
-
-
-@pytest.mark.parametrize(("pair", "n"), crossed(KINDS, [1, 3, 60]), indirect=["pair"])
-def test_a_drafter_reads_a_short_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    path, spec = pair
-    heard = Heard(monkeypatch)
-    with KVFlash.from_file(path, **SMALL, spec=spec) as kv:
-        for at in (1000, 1000 + n):
-            before = n_streamed(kv)
-            list(kv.prefill(PROMPT[kv.n_tokens : at]))
-            assert n_streamed(kv) > before
-        assert heard.batches == batches(0, 1000) + batches(1000, 1000 + n)
-        check_residency(kv, CHUNK)
-
-
-#
-# an answer
-#
-
-
-def test_lru_goes_on_by_recency(opened: Open) -> None:
-    """After an exact pass the oldest leaves, as it does in a pool that was read through."""
-    found = []
-    for how in ("exact", "pool"):
-        kv = opened(prefill=how, policy="lru", pool=256, n_batch=CHUNK)
-        read(kv, 960)
-        feed(kv, 1024)
-        found.append(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
-        check_residency(kv, CHUNK)
-    assert found[0] == found[1] == [0, *range(49, 64)]
-
-
-#
-# its trace
-#
-
-
-def test_a_trace_has_what_the_pool_held(opened: Open, tmp_path: Path) -> None:
-    """Of chunks that went by it, too; at the end of the prompt, and after tokens that were decoded."""
-    kv, path = opened(pool=256, n_batch=CHUNK), tmp_path / "t.jsonl"
-    with TraceWriter(str(path)) as writer:
-        o = kv.options
-        writer.start(model="m", policy="qk", n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=CHUNK, tau=o.interval)
-        for event in kv.prefill(TOKENS[:1000]):
-            writer.event(as_dict(event))
-    trace = read_trace(path)
-    assert (trace.residency[-1] == 1).tolist() == (kv.residency().state == State.RESIDENT).tolist()
-    first = trace.positions[0] // CHUNK
-    assert np.count_nonzero(trace.residency[0] == 1) <= 1 < first

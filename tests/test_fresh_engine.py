@@ -71,25 +71,6 @@ def test_guests_have_what_common_chunks_leave(opened: Open, name: str, how: str)
     assert kv.pager.guests.native.info().n == ledger.n_sealed * 64
 
 
-def test_layers_differ(opened: Open) -> None:
-    kv = opened()
-    read(kv, 2000)
-    feed(kv, 2050)
-    rows = [set(row.tolist()) for row in tables(kv)]
-    assert rows[0] != rows[1]
-
-
-def test_the_same_text_chooses_the_same(opened: Open) -> None:
-    """No clock takes part."""
-    found = []
-    for _ in range(2):
-        kv = opened()
-        read(kv, 1500)
-        found.append((logits_of(kv, 1700, 1), tables(kv)))
-    assert np.array_equal(found[0][0], found[1][0])
-    assert np.array_equal(found[0][1], found[1][1])
-
-
 def test_codes_stay_as_the_text_grows(opened: Open) -> None:
     kv = opened()
     room = kv.pager.guests
@@ -134,16 +115,6 @@ def test_rollback_pins_and_moves_by_hand(opened: Open) -> None:
     read(kv, 2000)
     feed(kv, 2100)
     check(kv)
-
-
-def test_turns(opened: Open) -> None:
-    """Prompts that are read after answers."""
-    kv = opened()
-    for end in (1000, 1800, 1850, 3100):
-        read(kv, end)
-        check(kv)
-        feed(kv, end + 30)
-        check(kv)
 
 
 def test_sequences_share_a_pool(opened: Open) -> None:
@@ -220,10 +191,6 @@ NEEDLES = needles.document(2400, seed=3)
 def test_needles_are_found(opened: Open, request: pytest.FixtureRequest, how: str) -> None:
     with host_kernels(request.getfixturevalue("library")) if how == "kernels" else nullcontext():
         assert needles.n_found(opened, NEEDLES, policy="fresh") == len(NEEDLES.needles)
-
-
-def test_recency_finds_no_needle(opened: Open) -> None:
-    assert needles.n_found(opened, NEEDLES, policy="lru", coarse="off") <= 1
 
 
 #

@@ -3,7 +3,6 @@ against everything, and what is checked chooses nothing.
 """
 
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands, lossless, snapshots
 from support.changes import ENGINE
-from support.commands import POOLED, good
 from support.cuts import cut_off_at_every_line
 from support.lossless import answer, chosen_alike
 from support.oracles import ON_GPU
@@ -24,8 +22,6 @@ from support.runs import BY_SIXTEEN, MODELS, TOKENS, Open, check_residency, read
 from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.events import Checked
 from pyllama_kvflash.native.guests import UNIT
-from pyllama_kvflash.needle import make_prompt
-from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy.lookahead import Length, Lookahead
 from pyllama_kvflash.pool.sequence import PooledSequence
 
@@ -33,7 +29,6 @@ pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums 
 
 environment = commands.environment
 known = lossless.known
-long_file = commands.long_file
 wordless = snapshots.wordless
 
 CHUNK = 16
@@ -83,24 +78,6 @@ def test_the_text_is_the_full_caches(
         assert kv.decoder.lossless is not None
         assert kv.decoder.lossless.stats.drafted > 0
         check(kv)
-
-
-@pytest.mark.nightly(ENGINE)
-@pytest.mark.parametrize("spec", [None, Spec(kind="ngram", n_max=4, gate=0)], ids=["plain", "drafts"])
-def test_needles(
-    opened: Open, known: Callable[..., Chosen], monkeypatch: pytest.MonkeyPatch, spec: Spec | None
-) -> None:
-    """A trained model, alone and with a drafter in front of the pool."""
-    monkeypatch.setattr(Lookahead, "next", Length(3))  # no clock
-    kv, full, chosen = opened("needle", spec=spec), opened("needle", **FULL), known("needle")
-    text = make_prompt(2000, lambda part: len(kv.tokenize(part, add_special=False)), n_needles=4, seed=1)
-    for prompt, how in ((text.text + text.needles[0].question, {}), (text.needles[1].question, {"append": True})):
-        chosen.rows.clear()
-        want, got = (chosen_alike(chosen, one, prompt, 40, **how) for one in (full, kv))
-        assert got == want
-        check(kv)
-    assert kv.decoder.lossless is not None
-    assert kv.decoder.lossless.stats.accepted > 0.5 * kv.decoder.lossless.stats.drafted
 
 
 @pytest.mark.nightly(ENGINE)
@@ -156,20 +133,6 @@ def test_cut_off_at_every_line(
 
     _, places = cut_off_at_every_line(begun, act, checked, step=int(os.environ.get("KVFLASH_CUT_STEP", "61")))
     assert len({place.partition(":")[0] for place in places}) > 5, "cut off in few files"
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
-def test_an_answer_can_open_losslessly(opened: Open, known: Callable[..., Chosen], wordless: None, name: str) -> None:
-    """If that is asked for; then it goes on through the pool."""
-    kv, full, chosen = opened(name, mode="fast", opening=20), opened(name, **FULL), known(name)
-    want, got = (chosen_alike(chosen, one, TOKENS[:700], 21) for one in (full, kv))
-    assert got == want
-    n_exact = kv.sequence.n_exact
-    assert n_exact == 720
-    assert len(answer(kv, [], 60, append=True)) == 60
-    assert kv.sequence.n_exact == n_exact
-    check(kv)
-    assert not opened(name, mode="fast").decoder.opens_losslessly
 
 
 #
@@ -243,14 +206,3 @@ def test_the_meter_says_the_agreement(opened: Open, wordless: None) -> None:
     assert stats.agreed == sum(e.agreed for e in found)
     assert 0 < stats.agreement < 1
     assert all(e.kld > 0 for e in found)
-
-
-def test_the_agreement_is_shown(long_file: Any) -> None:
-    """Less of recency's tokens are the full cache's."""
-    shown = {}
-    for policy in ("fresh", "lru"):
-        args = ("-n", "40", "--temp", "0", "--kvflash-policy", policy, "--set", "opening=0", "--set", "meter=1")
-        found = re.search(r"([\d.]+) % of \d+ tokens checked", good("run", "-f", long_file, *POOLED, *args).stderr)
-        assert found
-        shown[policy] = float(found[1])
-    assert shown["fresh"] >= shown["lru"]

@@ -4,7 +4,6 @@ No GPU is needed: test_coarse_gpu.py holds the formula against what the kernels 
 library that says it took some.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +14,15 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import NEEDLE_TOKEN_BYTES, POOLED, good, summary
 from support.oracles import ONE_GPU
-from support.runs import BY_SIXTEEN, HOST, TOKENS, Open
+from support.runs import BY_SIXTEEN, TOKENS, Open
 
 from kvflash_bench.control import device_bytes
 from kvflash_bench.device import device_kv
 from kvflash_bench.grid import Variant
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.figures import closing_details, details, stats_table
-from pyllama_kvflash.engine import memory, placement
-from pyllama_kvflash.engine.loading import probe
+from pyllama_kvflash.engine import memory
 from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.native import Context, Device, Model, devices, guests
@@ -34,12 +31,10 @@ from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import GpuChoice, Heads
 from pyllama_kvflash.policy.sizing import RESERVE
-from pyllama_kvflash.serve.metrics import Metrics
 
 pytestmark = pytest.mark.native
 
 environment = commands.environment
-long_file = commands.long_file
 
 MIB = 1 << 20
 SMALL: dict[str, Any] = {**BY_SIXTEEN, "pool": 512, "policy": "fresh", "coarse": "4"}
@@ -135,18 +130,6 @@ def test_nothing_is_kept_free_without_codes(
     assert not any(need.coarse for need in found)
 
 
-@HOST
-def test_the_host_keeps_free_what_codes_take_alone(tiny_path: Callable[[str], Path]) -> None:
-    (need,), _ = needs(tiny_path("qwen3"), Options(coarse="4", n_ctx=4096, pool=1024, n_threads=1))
-    heads = (Heads(4, 2, 64, 64),) * 2
-    codes = sum(CoarseForm(4, 4).n_bytes(h, 4096) for h in heads)
-    geometry = Geometry(((128, 128),) * 2, (0, 0), heads)
-    assert memory.device_memory(geometry, Options(coarse="4", n_ctx=4096, policy="fresh"))[0].codes == codes
-    assert not need.gpu
-    with KVFlash.from_file(tiny_path("qwen3"), n_ctx=4096, pool=1024, n_threads=1, coarse="4") as kv:
-        assert need.coarse == sum(CoarseForm(4, 4).n_bytes(Heads.of(layer), 4096) for layer in kv.ctx.layers())
-
-
 @pytest.mark.parametrize("policy", ["fresh", "lru"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 def test_no_more_is_taken_than_is_planned(tiny_path: Callable[[str], Path], name: str, policy: str) -> None:
@@ -205,42 +188,6 @@ def test_an_automatic_pool_leaves_room_for_codes(
         assert kv.n_pool == 2048 - 256
 
 
-@pytest.mark.parametrize(("policy", "coarse"), [("fresh", "4"), ("lru", "2"), ("lru", "off")])
-def test_experts_leave_room_for_codes(
-    tiny_path: Callable[[str], Path],
-    gpus: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    coarse: str,
-) -> None:
-    gpus(8 << 30)
-    monkeypatch.setattr(placement, "devices", memory.devices)
-    path = tiny_path("qwen3moe")
-    options = Options(coarse=coarse, n_ctx=4096, pool=1024, n_threads=1, policy=policy, **ONE_GPU)
-    with Model.load(path, **ONE_GPU, no_alloc=True) as model:
-        held, *_ = placement.holdings(model, probe(model, options).geometry, options)
-    assert held.codes == held.parts(0, 1024).get("codes", 0)
-    assert held.codes == (codes_of(path, 4096, 1024, coarse=coarse) if coarse != "off" else 0)
-    assert held.need(0, 1024) == replace(held, codes=0).need(0, 1024) + held.codes
-
-
-@HOST
-def test_inspect_says_what_codes_take_on_a_gpu(gpus: Callable[..., None]) -> None:
-    args = ("inspect", "-c", "32K", "--kvflash", "2K", "--kvflash-coarse", "4,2")
-    host = json.loads(good(*args, "--json").stdout)["coarse_bytes"]
-    gpus(24 << 30)
-    found, text = json.loads(good(*args, "--json").stdout), " ".join(good(*args).stdout.split())
-    there, need = found["coarse_bytes"], found["memory"][0]["coarse"]
-    assert host < need == there < found["devices"][0]["codes"], "that is of an automatic pool, which may be larger"
-    share = 100 * there / (NEEDLE_TOKEN_BYTES << 15)
-    assert f" 4 bits of keys and 2 of values, {there / MIB:.1f} MiB for the context ({share:.1f} % of its f16" in text
-    assert f" + {need / MIB:.1f} MiB codes + " in text
-    without = (*args[:-1], "off")
-    assert "MiB codes" not in good(*without).stdout
-    other = json.loads(good(*without, "--json").stdout)
-    assert (other["coarse_bytes"], other["devices"][0]["codes"], other["memory"][0]["coarse"]) == (0, 0, 0)
-
-
 #
 # figures
 #
@@ -288,19 +235,6 @@ def test_text_says_what_codes_take(opened: Open) -> None:
     other = opened(**{**SMALL, "policy": "lru", "coarse": "off"})
     assert other.stats().coarse_bytes == 0
     assert "of codes" not in closing_details(other.stats(), "length")
-
-
-@pytest.mark.usefixtures("on_device")
-def test_a_run_and_a_servers_metrics_count_it(opened: Open, long_file: Path) -> None:
-    """Once, though it is of all sequences."""
-    args = ("--kvflash-policy", "fresh", "--kvflash-coarse", "2")
-    assert summary("-f", str(long_file), *POOLED, *args, "-n", "4")["stats"]["coarse_bytes"] == TAKEN
-    kv = opened(**{**SMALL, "pool": 1024, "n_parallel": 2})
-    metrics = Metrics()
-    metrics.look(kv.sequences, busy=0, queue=0)
-    assert metrics.figures.coarse_bytes == TAKEN
-    assert metrics.figures.kv_device_bytes == kv.ctx.kv_bytes().attn + TAKEN + kv.stats().pane_bytes
-    assert f"kvflash_coarse_bytes {TAKEN}" in metrics.text()
 
 
 @pytest.mark.usefixtures("on_device")

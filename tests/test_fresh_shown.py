@@ -12,11 +12,11 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
 from support.commands import NEEDLE_TOKEN_BYTES, POOLED, good, invoke, rows
-from support.runs import BY_SIXTEEN, HOST, TOKENS, Open, check_residency, feed
+from support.runs import BY_SIXTEEN, HOST, TOKENS, Open, feed
 
 from kvflash_bench.trace import read_trace
 from pyllama_kvflash import KVFlash, Paged
-from pyllama_kvflash.cli.figures import closing_details, details, stats_table
+from pyllama_kvflash.cli.figures import stats_table
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
@@ -70,15 +70,6 @@ def test_residency_counts_the_layers_that_chose_a_chunk(opened: Open, name: str,
     assert seen.layers.sum() == n_layer * (kv.pager.ledger.n_resident + kv.stats().guest_blocks)
 
 
-def test_a_text_that_fits_has_no_guests(opened: Open) -> None:
-    kv = opened()
-    read(kv, 400)
-    stats = kv.stats()
-    assert (stats.guest_blocks, stats.guests_fetched) == (0, 0)
-    assert np.all(kv.residency().layers == kv.ctx.pool_info().n_layer)
-    check_residency(kv, 16)
-
-
 @pytest.mark.parametrize("prefill", ["pool", "exact"])
 def test_events_tell_what_left_all_layers(opened: Open, prefill: str) -> None:
     """As the tail moves on, what it leaves becomes a candidate: that is a move, and is told."""
@@ -109,16 +100,6 @@ def test_guests_are_counted_as_they_are(opened: Open, name: str, coarse: str) ->
     assert stats.coarse_bytes >= room.n_bytes(stats.coarse_tokens) > 0
     assert stats.guest_blocks == kv.pager.ledger.n_guests > 0
     assert stats.guests_fetched == room.native.n_fetched() >= room.native.tables()[1].size
-
-
-def test_other_policies_have_no_figures_of_guests(opened: Open) -> None:
-    kv = opened(policy="lru", coarse="off")
-    read(kv, 1500)
-    stats = kv.stats()
-    assert (kv.policy, stats.coarse_bytes, stats.guest_blocks, stats.guests_fetched) == ("lru", 0, 0, 0)
-    assert not any(" codes" in line or "seen by" in line for line in details(kv))
-    assert " codes" not in closing_details(stats, "length")
-    assert stats_table(stats).row_count == 16
 
 
 def test_codes_alone_are_shown_without_guests(opened: Open) -> None:
@@ -165,10 +146,6 @@ def test_a_run_says_what_codes_take(long_file: Path) -> None:
             "--kvflash-policy is fresh, whose layers choose by codes, and --kvflash-coarse is off: give policy qk",
         ),
         (
-            (*FRESH, "--set", "swaps=-1"),
-            "--set swaps is -1, and must be from 0 to 1,073,741,824: 0 takes 4, or 32",
-        ),
-        (
             (*FRESH, "--set", "opening=-2"),
             "--set opening is -2, and must be from -1 to 1,073,741,824: -1",
         ),
@@ -179,23 +156,6 @@ def test_bad_values_are_one_sentence(command: str, args: tuple[str, ...], says: 
     res = invoke(command, *args, *(("-p", "x") if command == "run" else ()))
     assert res.exit_code == commands.USAGE
     assert f"kvflash: error: {says}" in res.stderr.splitlines()[-1]
-
-
-def test_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"POLICY": "fresh", "COARSE": "4,2", "SET": "opening=5 swaps=3"}.items():
-        monkeypatch.setenv(f"KVFLASH_{name}", value)
-    said = good("run", "-f", str(long_file), *POOLED, "-n", "2", "-v").stderr
-    assert "policy fresh, everything outside the pool seen by 4 bits of keys and 2 of values (" in said
-    assert "the first 5 tokens of an answer are lossless" in said
-
-
-@pytest.mark.parametrize("command", ["run", "chat", "serve", "inspect"])
-def test_help_teaches_what_fresh_takes(command: str) -> None:
-    text = " ".join(good(command, "--help").stdout.split())
-    assert "fresh: for every token, each layer chooses its own, in units of 16 tokens" in text
-    fields = " ".join(good(command, "--set", "help").stdout.split())
-    assert "-1: 32, or 0 with fresh and codes of 4 bits" in fields
-    assert "with fresh, guests that a layer exchanges, 0: 32" in fields
 
 
 def test_a_trace_says_what_layers_chose(long_file: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.changes import ENGINE
 from support.cuts import cut_off_at_every_line
-from support.runs import GREEDY, TOKENS, Open, turn
+from support.runs import GREEDY, Open, turn
 
 from pyllama_kvflash import KVFlash, Prefill, Token
 from pyllama_kvflash.engine import decoder
@@ -91,19 +91,6 @@ def test_an_empty_prompt_goes_on_by_the_last_logits_or_after_the_pending_token(o
     got = [e.id for e in first.answer.shown()] + finish(first)
     second = kv.generation(none, max_tokens=N - 5, sampling=GREEDY)
     assert [*got, *finish(second)] == want
-
-
-def test_several_step_together(opened: Open) -> None:
-    """One batch a step, and each says what it says alone."""
-    kv = opened("needle", n_parallel=3)
-    prompts = [prompt_of(kv, seed) for seed in (1, 2, 3)]
-    want = [generated(kv, prompt) for prompt in prompts]
-    kv.clear()
-    runs = [s.generation(p, max_tokens=N, sampling=GREEDY) for s, p in zip(kv.sequences, prompts, strict=True)]
-    got = [finish_reading(run) for run in runs]
-    while going := [run for run in runs if not run.ended]:
-        step_together(going)
-    assert [first + [e.id for e in run.answer.shown()] for first, run in zip(got, runs, strict=True)] == want
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -261,12 +248,3 @@ def test_sequences_of_a_pool_draft_each_for_itself(opened: Open) -> None:
     for run in runs:
         assert run.draft_stats is not None
         assert run.draft_stats.accepted > 10
-
-
-def test_a_step_of_an_answer_that_has_ended(opened: Open) -> None:
-    kv = opened()
-    run = kv.generation(TOKENS[:5], max_tokens=0, sampling=GREEDY)
-    assert not run.ended, "its prompt is read, even if nothing is to be answered"
-    list(run.read())
-    assert run.ended
-    assert (run.answer.reason, kv.n_tokens) == ("length", 5)

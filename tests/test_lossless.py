@@ -192,25 +192,6 @@ def test_decode_is_exact_too(opened: Open) -> None:
     assert kv.n_batch == N_UBATCH
 
 
-@pytest.mark.nightly(ENGINE)
-@pytest.mark.parametrize("policy", ["lru", "qk-cos", "fresh"])
-def test_any_policy(opened: Open, known: Callable[..., Chosen], wordless: None, policy: str) -> None:
-    kv, full, chosen = opened(policy=policy), opened(**FULL), known()
-    want, got = (chosen_alike(chosen, one, TOKENS[:600], 60) for one in (full, kv))
-    assert got == want
-    check_residency(kv, CHUNK)
-
-
-def test_a_batch_that_the_pool_cannot_hold_with_the_text_before_it(opened: Open) -> None:
-    """It is exact from its first token on, though a single token would have been at home in the pool."""
-    kv, full = opened(), opened(**FULL)
-    for one in (kv, full):
-        read(one, 200)
-        one.decode(TOKENS[200:264])
-    assert np.array_equal(kv.logits(), full.logits())
-    assert n_streamed(kv) > 0
-
-
 def test_a_state_that_cannot_go_back(opened: Open, known: Callable[..., Chosen], wordless: None) -> None:
     """llama.cpp takes back the states of some architectures only: of the others nothing is drafted."""
     chosen = known()
@@ -223,19 +204,6 @@ def test_a_state_that_cannot_go_back(opened: Open, known: Callable[..., Chosen],
     check_residency(kv, CHUNK)
     with pytest.raises(UnsupportedError, match="cannot take that back over rejected tokens"):
         opened("qwen3next", spec=Spec(kind="ngram"))
-
-
-def test_it_drafts_again_after_a_rollback(opened: Open, known: Callable[..., Chosen], wordless: None) -> None:
-    kv, full, chosen = opened(), opened(**FULL), known()
-    for n in (650, 333, 500):
-        for one in (kv, full):
-            if one.n_tokens > n:
-                one.rollback(n)
-            read(one, n)
-        chosen.rows.clear()
-        want, got = (chosen_alike(chosen, one, TOKENS[:3], 20, append=True) for one in (full, kv))
-        assert got == want
-        check_residency(kv, CHUNK)
 
 
 #
@@ -400,10 +368,3 @@ def test_how_far_it_looks() -> None:
     assert Options(mode="lossless").n_lookahead(recurrent=False) == LOOKAHEAD
     assert Options(mode="lossless").n_lookahead(recurrent=True) == RECURRENT_LOOKAHEAD
     assert Options(mode="lossless", n_ubatch=4).n_lookahead(recurrent=False) == 3
-
-
-def test_a_graph_of_one_token(opened: Open, known: Callable[..., Chosen], wordless: None) -> None:
-    """Nothing can be drafted then."""
-    kv, full, chosen = opened(n_ubatch=1), opened(**FULL), known()
-    want, got = (chosen_alike(chosen, one, TOKENS[:400], 10) for one in (full, kv))
-    assert got == want

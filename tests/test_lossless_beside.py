@@ -16,7 +16,7 @@ from support.cuts import cut_off_at_every_line
 from support.lossless import CHUNK, FULL, N_POOL, answer, chosen_alike, rows_apart, width_apart
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held
-from support.runs import GREEDY, TOKENS, Open, check_residency, read, turn
+from support.runs import GREEDY, TOKENS, Open, check_residency, turn
 
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.engine.generation import Generation
@@ -224,29 +224,6 @@ def test_one_answers_while_another_reads(
     kv.check_integrity()
 
 
-@pytest.mark.parametrize("n", [380, 390, 410])
-def test_a_prompt_is_read_beside_a_trial_in_a_small_pool(
-    opened: Open, known: Callable[..., Chosen], wordless: None, went_on: list[bool], n: int
-) -> None:
-    """What a trial holds is not there for what the other brings in at its prompt's end."""
-    kv, texts, chosen = opened(n_parallel=2, pool=512, policy="lru"), (TOKENS[:n], TOKENS[700:1300]), [known(), known()]
-    want = [chosen_alike(c, opened(**FULL), text, 60) for c, text in zip(chosen, texts, strict=True)]
-    runs = begun(kv, texts, chosen, 60)
-    while runs[0].reading:
-        turn(runs[0])
-    while kv.sequences[1].n_tokens < 600 - 64:
-        turn(runs[1])
-    while not kv.sequence.trying:
-        turn(runs[0])
-    while not all(run.ended for run in runs):
-        for run in (runs[1], runs[0]):
-            if not run.ended:
-                turn(run)
-    left = [[*s.tokens.tolist()[len(text) :], s.sequence.pending] for s, text in zip(kv.sequences, texts, strict=True)]
-    assert [answer[:60] for answer in left] == want
-    kv.check_integrity()
-
-
 def test_an_error_of_the_one_that_drafts_ahead_is_its_own(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
 ) -> None:
@@ -272,48 +249,6 @@ def test_an_error_of_the_one_that_drafts_ahead_is_its_own(
     assert got == want
     kv.sequences[1].clear()
     kv.check_integrity()
-
-
-@pytest.mark.nightly(ENGINE)
-def test_cut_off_beside_a_check(
-    opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
-) -> None:
-    """Ctrl-C in the thread that drafts, wherever it is."""
-    chosen = known()
-    want = [*TOKENS[:400].tolist(), *chosen_alike(chosen, opened(**FULL), TOKENS[:400], 60)]
-    monkeypatch.setattr(Lossless, "_sample", drafts_of(want, {412}, 0))
-    plain, limit = opened(mode="fast"), width_apart(opened, "qwen3")
-
-    def fresh() -> KVFlash:
-        kv = opened()
-        read(kv, 399)
-        return kv
-
-    def act(kv: KVFlash) -> None:
-        with held(chosen):
-            answer(kv, want[399:400], 16, append=True)
-
-    def check(kv: KVFlash) -> None:
-        left = [*kv.tokens.tolist(), *([] if kv.sequence.pending is None else [kv.sequence.pending])]
-        assert left == want[: len(left)]
-        n = len(left)
-        if n % 2 or kv.sequence.pending is None:
-            kv.check_integrity()
-            with held(chosen, n - 399):
-                assert answer(kv, want[n : n + 1], 6, append=True) == want[n + 1 : n + 7]
-        else:  # whatever comes next repairs what is left
-            with held(chosen, n - 400):
-                assert answer(kv, [], 6, append=True) == want[n : n + 6]
-        check_residency(kv, CHUNK)
-        if kv.n_tokens // CHUNK > 400 // CHUNK:
-            plain.clear()
-            assert rows_apart(kv, plain, 400 // CHUNK) <= limit
-        kv.clear()
-        read(kv, 399)
-
-    _, places = cut_off_at_every_line(fresh, act, check, step=int(os.environ.get("KVFLASH_CUT_STEP", "47")))
-    assert any(place.startswith("lossless") for place in places)
-    assert any(went_on)
 
 
 @pytest.mark.nightly(ENGINE)

@@ -5,20 +5,15 @@ import re
 import resource
 import subprocess
 import sys
-import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import click
 import pytest
 from support.oracles import N_GPU
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.cli.memory import memory_line, records_lines
-from pyllama_kvflash.cli.report import Reporter
-from pyllama_kvflash.cli.serve import serve
+from pyllama_kvflash.cli.memory import memory_line
 from pyllama_kvflash.engine import memory, placement
 from pyllama_kvflash.engine import need as needs_module
 from pyllama_kvflash.engine.need import DRIVER, Need
@@ -99,31 +94,6 @@ def test_a_gpu_has_its_own_name_and_its_driver() -> None:
     )
 
 
-def test_both_options_that_have_records_on_disk_are_said() -> None:
-    options, full = Options(n_ctx=10_000), 100 << 20
-    need = Need("CPU", gpu=False, kv=10 << 20, panes=10 << 20, coarse=20 << 20, records=100 << 20)
-    (told,) = records_lines(options, [need], full)
-    assert "(`host_limit` 256M and `disk` DIR)" in told
-    assert "beyond 6,667 tokens of text they take more than the full cache, 140 MiB at most" in told
-    assert records_lines(options, [need], 140 << 20) == [], "never more"
-    assert records_lines(options, [replace(need, gpu=True)], full) == []
-    for gpu in (True, False):
-        (alone,) = records_lines(replace(options, disk="."), [replace(need, gpu=gpu)], full)
-        assert "only once no RAM is left" in alone
-        assert records_lines(replace(options, disk=".", host_limit=1024), [replace(need, gpu=gpu)], full) == []
-
-
-def test_another_thread_says_the_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A server loads its model in one."""
-    with click.Context(serve):
-        reporter = Reporter()
-    for say in (reporter.note, reporter.warn):
-        thread = threading.Thread(target=say, args=("`disk` and `n_threads`",))
-        thread.start()
-        thread.join()
-    assert capsys.readouterr().err.count("--kvflash-disk and -t/--threads") == 2
-
-
 @pytest.mark.parametrize("n_host", range(5))
 def test_codes_of_layers_on_the_host_count_beside_a_gpus(monkeypatch: pytest.MonkeyPatch, n_host: int) -> None:
     """Each where the layer is; and what attending to them takes, on the GPU alone."""
@@ -157,13 +127,6 @@ def test_a_drafter_is_counted_as_it_is_and_not_loaded_again(monkeypatch: pytest.
     assert loaded == [BUNDLED_MODEL, BUNDLED_DRAFTER]
     assert sum(need.drafter for need in held) > 0.9 * BUNDLED_DRAFTER.stat().st_size
     assert held == needs(BUNDLED_MODEL, Options(**options))[0]
-
-
-def test_a_second_engine_does_not_count_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = iter((5 << 20, 9 << 20))
-    monkeypatch.setattr(needs_module, "_program", [])
-    monkeypatch.setattr(needs_module, "resident_bytes", lambda: next(sizes))
-    assert [needs_module.program_bytes(), needs_module.program_bytes()] == [5 << 20] * 2
 
 
 def test_a_peak_is_in_bytes_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:

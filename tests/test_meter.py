@@ -19,7 +19,7 @@ from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residen
 from pyllama_kvflash import Done, KVFlash, Token, Warn
 from pyllama_kvflash.engine.generation import step_together
 from pyllama_kvflash.engine.meter import N_CHECKED, Meter
-from pyllama_kvflash.errors import Interrupted, UsageError
+from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Checked
 from pyllama_kvflash.native import ALL
 from pyllama_kvflash.options import Options, Spec
@@ -120,25 +120,6 @@ def test_it_compares_with_the_full_caches_logits(
     assert again.decoder.meter is None
 
 
-def test_what_the_pool_holds_is_not_compared(opened: Open, wordless: None) -> None:
-    events = answer(opened(**ALWAYS), TOKENS[:100], 60)
-    assert checks(events) == []
-    assert events[-1].stats.agreement is None
-
-
-def test_stats_are_the_sums(opened: Open, wordless: None) -> None:
-    kv = opened(**ALWAYS)
-    for text, how in ((TOKENS[:700], {}), (TOKENS[:20], {"append": True})):
-        events = answer(kv, text, 100, **how)
-        found, stats = checks(events), events[-1].stats
-        assert stats.checked == sum(e.n for e in found) >= 60
-        assert stats.agreed == sum(e.agreed for e in found)
-        assert stats.kld == pytest.approx(np.mean([e.kld for e in found]))
-        assert stats.agreement == stats.agreed / stats.checked
-        assert stats.check_s == pytest.approx(sum(e.seconds for e in found))
-        assert [e.pos - e.n >= kv.n_tokens - 101 for e in found]
-
-
 def test_sequences_of_a_server(opened: Open, wordless: None) -> None:
     """Two answers by turns, and step by step in one batch: each has its own meter, and is what it is without."""
     texts = (TOKENS[:700], TOKENS[700:1300])
@@ -177,24 +158,6 @@ def test_sequences_in_one_batch_keep_their_logits(opened: Open, wordless: None) 
     assert np.array_equal(found[0][1], found[1][1])
 
 
-def test_nothing_is_lost_when_a_check_is_interrupted(
-    opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tokens that were chosen before it are told."""
-    kv = opened(**ALWAYS)
-
-    def interrupted(*_: Any) -> None:
-        msg = "interrupted"
-        raise Interrupted(msg)
-
-    monkeypatch.setattr(PooledSequence, "seen_exactly", interrupted)
-    events = answer(kv, TOKENS[:700], 60)
-    assert events[-1].reason == "interrupted"
-    pending = [] if kv.sequence.pending is None else [kv.sequence.pending]
-    assert [*kv.tokens.tolist()[700:], *pending] == ids(events)
-    assert len(ids(events)) == N_CHECKED + 1
-
-
 #
 # a bound
 #
@@ -226,14 +189,6 @@ def test_below_the_bound_the_rest_is_the_full_caches(opened: Open, tiny_path: An
             more.append(ids(answer(one, TOKENS[:40], 20, append=True)))
     assert more[0] == more[1]
     check_residency(kv, CHUNK)
-
-
-def test_a_bound_that_holds_changes_nothing(opened: Open, wordless: None) -> None:
-    kv, control = opened(min_agreement=1e-6, meter=1.0), opened()
-    got, want = (answer(one, TOKENS[:700], 60) for one in (kv, control))
-    assert ids(got) == ids(want)
-    assert checks(got)
-    assert not [e for e in got if isinstance(e, Warn)]
 
 
 #

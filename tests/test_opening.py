@@ -22,8 +22,6 @@ from support.runs import BY_SIXTEEN, GREEDY, TOKENS, Open, check_residency
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Context
-from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.needle.prompt import make_prompt
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pool.exact import ExactReader
 
@@ -77,18 +75,6 @@ def test_the_first_tokens_are_the_full_caches(
     assert answer(fast, TOKENS[:1000], N + 1, sampling) != answer(full, TOKENS[:1000], N + 1, sampling)
 
 
-def test_then_it_goes_on_through_the_pool(opened: Open, wordless: None, widths: list[tuple[int, int]]) -> None:
-    kv = opened(**SMALL)
-    events = list(kv.generate(TOKENS[:1000], max_tokens=60, sampling=GREEDY))
-    checked = [(start, n) for start, n in widths if start >= 1000]
-    assert checked[0] == (1000, 9)
-    assert max(start + n for start, n in checked) == 1000 + N
-    assert kv.n_tokens == 1059
-    assert kv.decoder.opens_losslessly
-    assert kv.decoder.lossless is None
-    assert events[-1].stats.draft_steps == 0  # these are of speculative decoding
-
-
 def test_the_clock_changes_nothing(
     opened: Open, wordless: None, widths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,11 +100,6 @@ def test_where_there_is_none(opened: Open, wordless: None, name: str, how: dict[
     kv = opened(name, **{**SMALL, **how})
     assert not kv.decoder.opens_losslessly
     assert len(answer(kv, TOKENS[:600], 5)) == 5
-
-
-def test_a_text_that_the_pool_holds_needs_none(opened: Open, wordless: None, widths: list[tuple[int, int]]) -> None:
-    answer(opened(**SMALL), TOKENS[:100], 30)
-    assert not widths
 
 
 @pytest.mark.nightly(ENGINE)
@@ -175,26 +156,6 @@ def test_an_answer_that_is_broken_off_opens_no_longer(
     assert [*kv.tokens.tolist()[1000:], rest[-1]] == want
     assert [e.id for e in shown] == want[:n]
     assert widths[n_batches:] == widths[:n_batches]
-
-
-@pytest.mark.nightly(ENGINE)
-def test_a_short_answer_is_right_whatever_the_pool_holds() -> None:
-    """Four codes, of which recency alone finds few."""
-    found = {}
-    for opening in (0, 32):
-        options: dict[str, Any] = {"n_ctx": 4352, "pool": 768, "policy": "lru", "opening": opening}
-        with KVFlash.from_file(BUNDLED_MODEL, **options) as kv:
-            text = make_prompt(4096, lambda part, kv=kv: len(kv.tokenize(part, add_special=False)), n_needles=4, seed=1)
-            for _ in kv.prefill(kv.tokenize(text.text)):
-                pass
-            end, found[opening] = kv.n_tokens, 0
-            for needle in text.needles:
-                events = list(kv.generate(needle.question, max_tokens=16, sampling=GREEDY, append=True))
-                said = "".join(e.text for e in events if isinstance(e, Token))
-                found[opening] += needle.answer in said
-                kv.rollback(end)
-    assert found[32] == 4
-    assert found[0] < 4
 
 
 def test_it_is_said(tmp_path: Path) -> None:

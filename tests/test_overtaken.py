@@ -23,7 +23,6 @@ pytestmark = pytest.mark.native
 
 SMALL: dict[str, Any] = LRU
 LOST = "another call has begun or changed this sequence in the meantime, so this one cannot continue: .*n_parallel"
-NONE = np.empty(0, np.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -153,30 +152,6 @@ def test_two_that_take_turns(opened: Open, append: bool) -> None:
     assert kv.sequence.pending == answer[-1]
 
 
-def test_an_abandoned_one_that_goes_on(opened: Open) -> None:
-    kv = opened()
-    old = kv.generate(TOKENS[:200], max_tokens=50, sampling=GREEDY)
-    assert next(e for e in old if isinstance(e, Token))
-    new = [e.id for e in kv.generate(TOKENS[:300], max_tokens=8, sampling=GREEDY) if isinstance(e, Token)]
-    lost(kv, lambda: next(old))
-    assert list(old) == [], "one error, and then it is over"
-    more = [e.id for e in kv.generate(NONE, max_tokens=4, sampling=GREEDY, append=True) if isinstance(e, Token)]
-    assert new + more == TOKENS[300:312].tolist()
-
-
-def test_one_that_was_dropped(opened: Open) -> None:
-    """Its answer is gone on with, wherever it was."""
-    kv = opened()
-    for n, events in enumerate(kv.generate(TOKENS[:200], max_tokens=50, sampling=GREEDY) for _ in range(3)):
-        for event in events:
-            if isinstance(event, Token):
-                break
-        events.close()  # type: ignore[attr-defined]
-        assert (kv.n_tokens, kv.sequence.pending) == (200, TOKENS[200]), n
-        got = [e.id for e in kv.generate(NONE, max_tokens=4, sampling=GREEDY, append=True) if isinstance(e, Token)]
-        assert got == TOKENS[201:205].tolist()
-
-
 def batches(events: Iterator[Any]) -> Iterator[Prefill]:
     return (e for e in events if isinstance(e, Prefill))
 
@@ -244,15 +219,6 @@ def test_reading_after_an_error_goes_on_from_there(opened: Open, monkeypatch: py
     assert got == TOKENS[300:303].tolist()
     assert list(run.read()) == [], "there is nothing to read"
     assert kv.tokens.tolist() == TOKENS[:302].tolist()
-
-
-def test_reading_that_is_dropped_at_its_end_begins_the_answer_next_time(opened: Open) -> None:
-    kv = opened()
-    run = kv.generation(TOKENS[:64], max_tokens=3, sampling=GREEDY)
-    next(batches(run.read()))
-    assert run.reading
-    assert [e.id for e in run.read() if isinstance(e, Token)] == [TOKENS[64]]
-    assert not run.reading
 
 
 def test_one_of_several_that_step_together(opened: Open) -> None:

@@ -1,6 +1,6 @@
 """Several sequences in one pool: each says what it would say alone, and none takes what another must keep."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,12 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support.oracles import GPU_NOISE, ON_GPU, assert_same
 from support.properties import CHECK
 from support.rounding import n_flips
-from support.runs import GREEDY, LRU, Logits, Open
+from support.runs import LRU, Logits, Open
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.errors import HostMemoryError, PoolError, UsageError
-from pyllama_kvflash.native import ALL, Context, Model, Sampler
-from pyllama_kvflash.needle import NeedlePrompt, make_prompt
-from pyllama_kvflash.policy import Blocks, Ledger, Lru, State, make_room
+from pyllama_kvflash.errors import HostMemoryError, UsageError
+from pyllama_kvflash.native import Context, Model
+from pyllama_kvflash.policy import Blocks, Ledger, Lru, make_room
 from pyllama_kvflash.policy.sizing import PoolShape
 from pyllama_kvflash.pool.residency import resident
 
@@ -59,38 +58,6 @@ def check(kv: KVFlash) -> None:
 #
 # the rule by which blocks are given up
 #
-
-
-def ledgers(n_block: int, *lengths: int) -> list[Ledger]:
-    """Sequences of so many stored chunks each, and one that is begun."""
-    blocks = Blocks(n_block)
-    res = [Ledger(blocks, 16) for _ in lengths]
-    for ledger, n in zip(res, lengths, strict=True):
-        ledger.write(16 * n + 1)
-        for chunk in range(n):
-            ledger.mark_stored(chunk)
-    return res
-
-
-def test_who_holds_the_most_gives() -> None:
-    a, b, c = ledgers(40, 19, 9, 5)  # 20, 10 and 6 blocks with those that are begun: 4 are free
-    plan = make_room(c, 9)
-    assert plan.drops == ()
-    assert plan.taken == ((0, (1, 2, 3, 4, 5)),), "the coldest of the largest, which are its oldest but the sink"
-    plan = make_room(a, 9)
-    assert (plan.drops, plan.taken) == ((1, 2, 3, 4, 5), ()), "the largest makes room by itself"
-    plan = make_room(b, 14)  # 20 against 10 and 10 more: they give in turns, the one that asks first
-    assert (plan.drops, plan.taken) == ((1, 2, 3, 4, 5), ((0, (1, 2, 3, 4, 5)),))
-
-
-def test_no_tail_is_given() -> None:
-    a, b = ledgers(16, 7, 7)  # sink, four of the tail: three each can go
-    with pytest.raises(PoolError, match="7 more blocks of the pool are needed and 6 can be freed: 10 of its 16"):
-        make_room(a, 7)
-    plan = make_room(a, 6)
-    assert set(plan.drops) == set(dict(plan.taken)[1]) == {1, 2, 3}
-    assert not a.evictable()[[0, *range(4, 8)]].any()
-    assert not b.evictable()[[0, *range(4, 8)]].any()
 
 
 @given(
@@ -222,21 +189,6 @@ def test_queries_are_each_sequence_s_own(opened: Open, name: str) -> None:
             assert np.abs(mine - its).max() < 0.02 * np.abs(its).max()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "gemma4"])
-def test_one_is_cleared_and_the_others_go_on(opened: Open, name: str) -> None:
-    kv, control = opened(name, **TIGHT), opened(name, **TIGHT)
-    for one in (kv, control):
-        for s in one.sequences:
-            feed(s, 120, 32)
-    kv.sequences[2].clear()
-    assert kv.sequences[2].n_tokens == 0
-    check(kv)
-    assert_same(feed(kv.sequences[1], 20, 1), feed(control.sequences[1], 20, 1))
-    feed(kv.sequences[2], 120, 32)
-    assert [s.n_tokens for s in kv.sequences] == [120, 140, 120, 120]
-    check(kv)
-
-
 #
 # fair
 #
@@ -252,57 +204,6 @@ def test_a_long_one_leaves_the_others_their_share(opened: Open) -> None:
     assert [resident(s.pager.ledger) for s in short] == before, "they hold no more than their share: 12 of 48 blocks"
     assert kv.pager.ledger.n_held == 12
     check(kv)
-
-
-def test_what_others_do_not_need_is_free_to_take(opened: Open) -> None:
-    """And given back, down to an equal share, when they do."""
-    kv = opened(**TIGHT)
-    feed(kv, 3000, 32)
-    assert kv.pager.ledger.n_held == 48
-    last = kv.sequences[3]
-    feed(last, 3000, 32)
-    assert (kv.pager.ledger.n_held, last.pager.ledger.n_held) == (24, 24)
-    assert {0, *range(184, 188)} <= resident(kv.pager.ledger), "the sink and the tail stay"
-    check(kv)
-
-
-#
-# relevance
-#
-
-
-@pytest.fixture(scope="module")
-def documents(needle_path: Any) -> Iterator[list[NeedlePrompt]]:
-    with Model.load(needle_path, no_alloc=True) as model:
-        yield [
-            make_prompt(1600, lambda s: len(model.tokenize(s, add_special=False)), n_needles=4, seed=40 + i)
-            for i in range(N_SEQ)
-        ]
-
-
-def n_right(kv: KVFlash, documents: list[NeedlePrompt]) -> int:
-    """Read all documents, then answer a question about each at once, a token of each in a batch: how many are right."""
-    needles = [document.needles[1 + i % 2] for i, document in enumerate(documents)]
-    samplers = [Sampler(GREEDY, kv.model) for _ in needles]
-    texts: list[list[int]] = []
-    for s, document, needle in zip(kv.sequences, documents, needles, strict=True):
-        for _ in s.prefill(s.tokenize(document.text + needle.question)):
-            pass
-        texts.append([samplers[s.seq].sample(s.ctx)])
-    for _ in range(11):
-        kv.decode_each({i: text[-1] for i, text in enumerate(texts)})
-        for s in kv.sequences:
-            texts[s.seq].append(samplers[s.seq].sample(s.ctx))
-    return sum(needle.answer in kv.detokenize(text) for needle, text in zip(needles, texts, strict=True))
-
-
-@pytest.mark.nightly(ENGINE)
-def test_each_finds_its_own_needle(opened: Open, documents: list[NeedlePrompt]) -> None:
-    """Four documents in a pool of a quarter of them: the full cache and qk find all four, lru at most one."""
-    options = {"n_batch": 128, "n_threads": 2}
-    assert n_right(opened("needle", pool="off", **options), documents) == N_SEQ
-    assert n_right(opened("needle", policy="qk", pool=2560, **options), documents) == N_SEQ
-    assert n_right(opened("needle", policy="lru", pool=2560, **options), documents) <= 1
 
 
 #
@@ -383,22 +284,3 @@ def test_batch_of_all_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPa
             assert np.isfinite(feed(s, 1, 1)).all()
             feed(c, 1, 1)
     assert [s.n_tokens for s in kv.sequences] == [c.n_tokens for c in control.sequences]
-
-
-def test_all_tokens_of_a_batch_can_be_asked_for(opened: Open) -> None:
-    kv = opened()
-    feed(kv, 10)
-    second = kv.sequences[1]
-    second.decode(TOKENS[1, :8], ALL)
-    np.testing.assert_array_equal(second.logits(), second.logits(7))
-    assert second.pager.ledger.state_of(0) == State.RESIDENT
-
-
-def test_a_pool_may_be_larger_than_the_context_of_one(opened: Open) -> None:
-    """It is theirs together: no fewer cells than were asked for, and room for all of them."""
-    kv = opened("qwen3", n_ctx=1024, n_parallel=3, pool=2048, n_batch=64)
-    assert kv.ctx.pool_info().n_pool == kv.n_pool == 2048
-    for sequence in kv.sequences:
-        feed(sequence, 900)
-    check(kv)
-    assert sum(sequence.pager.ledger.n_resident for sequence in kv.sequences) * kv.options.chunk > 1024

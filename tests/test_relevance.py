@@ -1,6 +1,5 @@
 """What a scorer is for, and what it may not change. test_relevance_when.py has when it scores."""
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from support.runs import (
     reselects,
     text_of,
 )
-from support.scorers import Given, oldest, shuffled
+from support.scorers import Given, shuffled
 
 from pyllama_kvflash import KVFlash, Paged, Reselect, Sampling
 from pyllama_kvflash.cli.needles import answer_all, positions
@@ -72,11 +71,6 @@ def test_lossless_answers_are_the_full_caches_whatever_the_pool_has(document: Ne
     assert all(recall(document, policy="lru", prefill="exact", mode="lossless"))
 
 
-def test_mass_finds_more_than_chance(document: NeedlePrompt) -> None:
-    """Not all: in this model a single head finds a code, and has one vote of many. Controls find 4 at most."""
-    assert sum(recall(document, policy="qk")) >= 5
-
-
 QUARTER: dict[str, Any] = {"pool": 512, "n_ctx": 2176}  # of the short text
 
 
@@ -84,13 +78,6 @@ QUARTER: dict[str, Any] = {"pool": 512, "n_ctx": 2176}  # of the short text
 @pytest.mark.parametrize(("cache", "policy"), crossed(["q8_0", "q4_0"], ["qk", "fresh"]))
 def test_quantised_keys_are_found_as_well(short: NeedlePrompt, cache: str, policy: str) -> None:
     assert all(recall(short, **QUARTER, policy=policy, type_k=cache, type_v=cache))
-
-
-@pytest.mark.usefixtures("at_one_token")
-def test_the_scores_find_them_in_the_short_text_too(short: NeedlePrompt) -> None:
-    """With two blocks for what a question needs: no other order finds more than what lies in its window."""
-    for policy in ("lru", shuffled(1), Given(oldest)):
-        assert sum(recall(short, **QUARTER, policy=policy, tau=64)) <= 1
 
 
 @pytest.mark.nightly(SCORING)
@@ -207,18 +194,6 @@ def test_sinks_tail_and_pins_never_leave(opened: Open) -> None:
     assert stats.pages_in > 500, "the scores do move chunks"
 
 
-@pytest.mark.nightly(SCORING)
-def test_pins_hold_with_qk(opened: Open) -> None:
-    kv = opened(tau=16, pins=((200, 201),))
-    read(kv, 2000)
-    n = 0
-    while kv.n_tokens < 5000:
-        n += len(reselects(feed(kv, kv.n_tokens + 100), "decode"))
-        assert not {0, 3} & set(out(kv))
-    assert n > 180
-    check_residency(kv)
-
-
 def test_too_many_pins_raise_the_pool_or_are_refused(opened: Open) -> None:
     kv = opened(pool=768, n_batch=0, pins=((0, 64 * 12),))
     assert any("768 tokens is too small: raised to 1,280" in text for text in kv.warnings)
@@ -235,28 +210,4 @@ def test_too_many_pins_raise_the_pool_or_are_refused(opened: Open) -> None:
         kv.pin(64, 2000)
     assert (kv.pager.ledger.pins, kv.residency().state.tolist(), kv.n_batch) == before
     feed(kv, 3100)
-    check_residency(kv)
-
-
-def test_batches_shrink_with_the_pins(opened: Open) -> None:
-    """A batch of any size from n_batch finds room, whatever is pinned, down to one chunk."""
-    kv = opened(n_batch=0)
-    assert kv.n_batch == 256  # a quarter of the pool
-    assert kv.pager.n_batch == 512  # 16 blocks: sink, tail of 4, 2 to spare, 1 since a batch may begin within a chunk
-    sizes = []
-    try:
-        for i in range(100):
-            kv.pin(640 * i + 64, 640 * i + 65)
-            sizes.append(kv.n_batch)
-    except PoolError:
-        pass
-    assert sizes == [256, 256, 256, 256, 192, 128, 64]
-    events = read(kv, 3000)
-    done = [0, *(e.done for e in events if type(e).__name__ == "Prefill")]
-    assert max(b - a for a, b in itertools.pairwise(done)) == 64
-    feed(kv, 5001, 63)
-    check_residency(kv)
-    kv.unpin(0, 16384)
-    assert kv.n_batch == 256
-    read(kv, 8000)
     check_residency(kv)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.changes import SCORING
-from support.cuts import cut_off, cut_off_at_every_line, place
+from support.cuts import cut_off_at_every_line
 from support.runs import (
     SCORED,
     TOKENS,
@@ -115,26 +115,6 @@ def test_a_change_while_a_scoring_is_under_way(
     assert kv.policy == "given"
 
 
-@pytest.mark.parametrize("phase", ["asked", "scored"])
-@pytest.mark.parametrize("change", ["rollback by one", "rollback into what is out", "rollback to nothing", "clear"])
-def test_what_comes_after_a_change_is_what_comes_without_a_scoring(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, change: str, phase: str
-) -> None:
-    """Logits after a cancelled scoring are those of a run in which none was begun."""
-    act, _ = CHANGES[change]
-    kv, _ = begun(opened, monkeypatch, phase)
-    control = opened(policy=Given(other_ones), tau=1 << 20, replay=0)
-    read(control, START)
-    feed(control, kv.n_tokens)
-    for one in (kv, control):
-        act(one)
-    for _ in range(15):
-        for one in (kv, control):
-            feed(one, one.n_tokens + 1)
-        assert np.array_equal(kv.logits(), control.logits())
-    assert out(kv) == out(control)
-
-
 @pytest.mark.parametrize("change", [c for c in CHANGES if c not in {"unpin", "prompt"}])
 def test_what_comes_after_a_change_is_what_comes_once_all_has_landed(
     opened: Open, monkeypatch: pytest.MonkeyPatch, change: str
@@ -198,14 +178,6 @@ def test_close_while_a_scorer_runs(opened: Open, monkeypatch: pytest.MonkeyPatch
     assert [t for t in threading.enumerate() if t.name.startswith("kvflash")] == []
 
 
-@pytest.mark.parametrize("phase", ["asked", "in flight"])
-def test_close_while_copies_are_under_way(opened: Open, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    kv, _ = begun(opened, monkeypatch, phase)
-    kv.close()
-    kv.close()
-    assert [t for t in threading.enumerate() if t.name.startswith("kvflash")] == []
-
-
 #
 # plans that are spread over steps
 #
@@ -245,23 +217,6 @@ def test_a_spread_plan_reaches_what_one_that_is_applied_at_once_does(
     assert runs[0] == runs[1]
 
 
-def test_chunks_on_their_way_in_are_scored(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that is not done when the next scoring begins: they compete as all others do, and none is hot unasked."""
-    monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)
-    kv = opened(policy=Given(other_ones), tau=4)
-    read(kv, 1300)
-    n = 0
-    for _ in range(20):
-        n += bool(kv.pager.flights.saved().page_ins)
-        for event in reselects(feed(kv, kv.n_tokens + 1)):
-            last = len(event.scores)
-            assert {i for i, s in enumerate(event.scores) if s is None} == {0, *range(last - 4, last)}
-    assert n >= 5
-    kv.pager.settle()
-    where = kv.residency()
-    assert not np.any(np.isnan(where.score[1:-4]))
-
-
 def same_by_hand(kv: KVFlash, control: KVFlash, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """The next n tokens have, to the bit, the logits of a run whose pool is made what it was at every step by hand."""
     with monkeypatch.context() as patch:
@@ -280,42 +235,6 @@ def test_a_chunk_on_its_way_in_is_seen_from_the_next_step_on(opened: Open, monke
     (kv, _), (control, _) = begun(opened, monkeypatch, "in flight"), begun(opened, monkeypatch, "in flight")
     control.pager.settle()
     same_by_hand(kv, control, monkeypatch, 10)
-    check_residency(kv)
-
-
-FLIGHT_STEPS = [
-    "ctx.commit",
-    "ctx.begin_page_in",
-    "ctx.drop",
-    "ctx.decode",
-    "ledger.begin_page_in",
-    "ledger.commit_page_in",
-    "ledger.drop",
-    "ledger.write",
-    "store.get",
-]
-
-
-@pytest.mark.nightly(SCORING)
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", FLIGHT_STEPS)
-def test_a_spread_plan_that_is_cut_off(opened: Open, monkeypatch: pytest.MonkeyPatch, step: str, when: str) -> None:
-    """Wherever Ctrl-C comes, the sequence stands before or after the step, and goes on exactly; it is scored again."""
-    (kv, _), (control, _) = begun(opened, monkeypatch, "in flight"), begun(opened, monkeypatch, "in flight")
-    control.pager.settle()
-    if "commit" in step:  # they land at the next step
-        same_by_hand(kv, control, monkeypatch, 1)
-    start = kv.n_tokens
-    with monkeypatch.context() as patch:
-        cut_off(*place(kv, step), when, patch)
-        with pytest.raises(KeyboardInterrupt):
-            feed(kv, start + 1)
-    assert kv.n_tokens in {start, start + 1}
-    if kv.n_tokens == start + 1:
-        kv.rollback(start)
-    kv.check_integrity()
-    same_by_hand(kv, control, monkeypatch, 5)
-    assert reselects(feed(kv, start + 50))
     check_residency(kv)
 
 

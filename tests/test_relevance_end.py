@@ -1,7 +1,6 @@
 """The end of a prompt is run again, on the chunks that its question chose."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from support.runs import (
     Decoded,
     Open,
     check_residency,
-    feed,
-    out,
     place_by_hand,
     read,
     reselects,
@@ -30,7 +27,7 @@ from pyllama_kvflash import Token
 from pyllama_kvflash.errors import NativeError, RecordError
 from pyllama_kvflash.native import Context, Model, PoolParams
 from pyllama_kvflash.needle import NeedlePrompt
-from pyllama_kvflash.policy import Qk, State
+from pyllama_kvflash.policy import State
 
 pytestmark = pytest.mark.native
 
@@ -81,23 +78,6 @@ def test_the_end_is_run_as_on_a_pool_that_was_chosen_before(
     assert np.abs(other.logits() - want).max() > 0.05, "and what is resident does matter"
 
 
-def test_the_end_by_public_calls(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page the same chunks, go back, decode the end: the same logits."""
-    kv, control = opened(policy=Given(oldest)), opened(policy="lru")
-    seen = Decoded(kv, monkeypatch)
-    (chosen,) = reselects(read(kv, 2560))
-    for pos, n in seen.calls[:-1]:
-        control.decode(TOKENS[pos : pos + n])
-    for chunk in chosen.drops:
-        control.page_out(chunk)
-    for chunk in chosen.page_ins:
-        control.page_in(chunk)
-    control.rollback(2496)
-    control.decode(TOKENS[2496:2560])
-    assert np.array_equal(kv.logits(), control.logits())
-    assert out(kv) == out(control)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_without_replay_nothing_is_run_again(opened: Open, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     kv = opened(name, replay=0, policy=Given(oldest))
@@ -107,16 +87,6 @@ def test_without_replay_nothing_is_run_again(opened: Open, monkeypatch: pytest.M
     assert seen.n_tokens == 2500
     assert [pos for pos, _ in seen.calls] == sorted(pos for pos, _ in seen.calls)
     kv.check_integrity()
-
-
-def test_what_was_resident_is_not_run_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the choice brings nothing in, the first run was right."""
-    newest = Given(lambda view: np.arange(len(view.candidates), dtype=np.float64))
-    kv = opened(policy=newest)
-    seen = Decoded(kv, monkeypatch)
-    (chosen,) = reselects(read(kv, 2500), "question")
-    assert chosen.page_ins == ()
-    assert seen.n_tokens == 2500
 
 
 @pytest.mark.parametrize(("n", "name"), crossed([1, 2, 10, 64, 65], MODELS))
@@ -132,29 +102,6 @@ def test_short_prompts_after_a_long_text(opened: Open, monkeypatch: pytest.Monke
     check_residency(kv)
     kv.decode(TOKENS[kv.n_tokens : kv.n_tokens + 1])
     assert np.all(np.isfinite(kv.logits()))
-
-
-OF_ANY_LENGTH = [
-    {"replay": 64, "query": "question"},
-    {"replay": 1 << 20, "n_batch": 0, "pool": 2048},
-    {"replay": 1 << 20, "n_batch": 1024, "n_ubatch": 64, "tail": 16, "pool": 3072},
-    {"replay": 1, "query": "last:1"},
-    {"replay": 0, "query": "question"},
-    {"replay": 2, "query": "last:999"},
-]
-
-
-@pytest.mark.nightly(SCORING)
-@pytest.mark.parametrize(("name", "options"), crossed(MODELS, OF_ANY_LENGTH))
-def test_replay_of_any_length(opened: Open, name: str, options: dict[str, Any]) -> None:
-    more = {name_: value for name_, value in options.items() if name_ != "query"}
-    kv = opened(name, **more, policy=Qk(query=options.get("query", "last:4")))
-    end = options.get("pool", 1024) + 500
-    events = read(kv, end)
-    assert len(reselects(events, "question")) == 1
-    assert kv.n_tokens == end
-    feed(kv, end + 100)
-    check_residency(kv)
 
 
 @pytest.mark.parametrize("name", ["qwen35", "gemma4"])
@@ -204,41 +151,3 @@ def test_what_is_out_comes_back_for_a_shorter_text(opened: Open, document: Needl
         events = list(kv.generate(question, max_tokens=8, sampling=GREEDY, append=True))
         assert needle.answer in "".join(e.text for e in events if isinstance(e, Token))
         assert kv.pager.ledger.n_resident == kv.pager.ledger.n_chunks, "there is room for all"
-
-
-def test_partial_state_of_a_plain_cache_is_empty(tiny_model: Callable[[str], Model]) -> None:
-    with Context(tiny_model("qwen3"), n_ctx=4096, n_batch=64, n_ubatch=64, pool=PoolParams(n_pool=1024)) as ctx:
-        ctx.decode(TOKENS[:64], 0)
-        assert ctx.save_partial() == b""
-
-
-@pytest.mark.nightly(SCORING)
-@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_interrupt_at_the_end_of_a_prompt(opened: Open, monkeypatch: pytest.MonkeyPatch, name: str, when: str) -> None:
-    """Wherever Ctrl-C comes, the sequence stands, at the beginning of the part that is run again or at its end."""
-    for nth in range(1, 4):
-        kv = opened(name, policy=shuffled(1))
-        read(kv, 1472)
-        decode, n = kv.ctx.decode, 0
-
-        def call(*args: Any, decode: Any = decode, nth: int = nth) -> None:
-            nonlocal n
-            n += 1
-            if n == nth and when == "before":
-                raise KeyboardInterrupt
-            decode(*args)
-            if n == nth and when == "after":
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(kv.ctx, "decode", call)
-            if nth < 3:
-                with pytest.raises(KeyboardInterrupt):
-                    read(kv, 1536)
-                assert kv.n_tokens == 1472
-                kv.check_integrity()
-            else:
-                read(kv, 1536)  # two calls: the first time, and again
-        feed(kv, 1600)
-        check_residency(kv)

@@ -11,14 +11,12 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
-from support.runs import SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
+from support.runs import SCORED, Open, check_residency, feed, out, read, reselects
 from support.scorers import Given, Scores, boom, oldest, registered
 
-from pyllama_kvflash import Done, Reselect, View, Warn, registry
-from pyllama_kvflash.bench.demo import answer_all
+from pyllama_kvflash import Reselect, View, Warn, registry
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Summaries
-from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.needle import NeedlePrompt
 
 pytestmark = pytest.mark.native
@@ -61,14 +59,6 @@ def test_qk_takes_over_from_a_scorer_that_fails(opened: Open, kind: str) -> None
     assert warning.text.endswith("; using qk")
     assert kv.policy == "qk"
     assert len(reselects(events, "question")) == 1
-    check_residency(kv)
-
-
-def test_qk_finds_the_codes_after_a_scorer_failed(opened: Open, short: NeedlePrompt) -> None:
-    kv = opened("needle", policy=Given(boom), n_batch=128, n_ctx=4224)
-    answers = answer_all(kv, short, lambda _: None)
-    assert kv.policy == "qk"
-    assert all(answers.found(short.needles))
     check_residency(kv)
 
 
@@ -120,14 +110,6 @@ def test_a_scorer_that_fails_is_closed(opened: Open) -> None:
     assert closed == [1, 1]
 
 
-def test_infinite_scores_are_scores(opened: Open) -> None:
-    kv = opened(policy=Given(lambda v: np.where(np.arange(len(v.candidates)) < 4, np.inf, -np.inf)))
-    read(kv, 3000)
-    assert kv.policy == "given"
-    assert not {1, 2, 3} & set(out(kv))
-    check_residency(kv)
-
-
 def test_ctrl_c_while_a_scorer_runs(opened: Open) -> None:
     """The wait for it ends; the sequence stands, and the next scoring is one of its own."""
     go, main = threading.Event(), threading.get_ident()
@@ -159,18 +141,6 @@ def test_ctrl_c_while_a_scorer_runs(opened: Open) -> None:
     finally:
         signal.signal(signal.SIGINT, previous)
         go.set()
-
-
-def test_interrupted_scorer_ends_a_generation(opened: Open) -> None:
-    """Ctrl-C of the command line: a flag, which the engine sees in its next decode."""
-    kv = opened("needle", policy=Given(lambda v: (lib.kvf_interrupt(True), oldest(v))[1]), tau=16)
-    try:
-        events = list(kv.generate(TOKENS[:2000] % 500, max_tokens=8))
-    finally:
-        lib.kvf_interrupt(False)
-    assert isinstance(events[-1], Done)
-    assert events[-1].reason == "interrupted"
-    kv.check_integrity()
 
 
 #

@@ -7,27 +7,18 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import needles
-from support.cuts import NoMemory
-from support.runs import GREEDY, MODELS, SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
-from support.scorers import Given, Scores, boom, oldest
+from support.runs import MODELS, SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
+from support.scorers import Given, boom
 
-from pyllama_kvflash import KVFlash, Token, View, Warn
-from pyllama_kvflash.errors import HostMemoryError, UsageError
-from pyllama_kvflash.native import Summaries, summary
-from pyllama_kvflash.needle import NeedlePrompt
+from pyllama_kvflash import KVFlash, View
+from pyllama_kvflash.errors import HostMemoryError
+from pyllama_kvflash.native import Summaries
 from pyllama_kvflash.policy import Qk
 from pyllama_kvflash.policy.scorers import FADES
 
 pytestmark = pytest.mark.native
 
 SMALL = SCORED
-
-
-@pytest.fixture(scope="module")
-def document() -> NeedlePrompt:
-    """4,096 tokens with eight codes."""
-    return needles.document(4096, n_needles=8)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,25 +126,6 @@ def test_a_summary_that_cannot_be_made_is_made_later(opened: Open, monkeypatch: 
     assert len(kv.pager.summaries) == kv.n_tokens // 64  # type: ignore[arg-type]
 
 
-def test_no_host_memory_for_another_slab(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 257th chunk needs one; half of it must not be left."""
-    kv = opened(n_ctx=32768, chunk=16, pool=512, n_batch=256)
-    data = np.resize(TOKENS, 6000)
-    for pos in range(0, 4096, 128):
-        kv.decode(data[pos : pos + 128])
-    kv.pager.wait_stored()
-    assert len(kv.pager.summaries) == 256  # type: ignore[arg-type]
-    with monkeypatch.context() as patch:
-        patch.setattr(summary, "np", NoMemory())
-        with pytest.raises(HostMemoryError, match="key summaries"):
-            kv.decode(data[4096:4224])
-        assert kv.n_tokens == 4096
-    for pos in range(4096, 6000, 112):
-        kv.decode(data[pos : pos + 112])
-    assert kv.reselect() is not None
-    check_residency(kv, 16)
-
-
 def test_no_host_memory_for_the_summaries_of_qk_when_it_takes_over(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,29 +145,6 @@ def test_no_host_memory_for_the_summaries_of_qk_when_it_takes_over(
     assert kv.policy == "qk"
     feed(kv, 2100)
     check_residency(kv)
-
-
-def test_a_scorer_without_memory(opened: Open) -> None:
-    """As any other failure: the scores are not worth the run."""
-
-    def none(_view: View) -> Scores:
-        raise MemoryError
-
-    kv = opened(policy=Given(none), tau=16)
-    events = read(kv, 2000)
-    assert sum(isinstance(e, Warn) for e in events) == 1
-    assert kv.policy == "qk"
-
-
-def test_a_scorer_that_raises_an_error_of_this_package(opened: Open) -> None:
-    def refuses(_view: View) -> Scores:
-        msg = "queries have another shape"
-        raise UsageError(msg)
-
-    kv = opened(policy=Given(refuses), tau=16)
-    events = read(kv, 2000)
-    assert sum(isinstance(e, Warn) for e in events) == 1
-    assert kv.policy == "qk"
 
 
 def test_qk_scores_what_a_fresh_run_would(opened: Open) -> None:
@@ -223,12 +172,3 @@ def test_qk_scores_what_a_fresh_run_would(opened: Open) -> None:
     assert kept == sorted(kept, reverse=True)
     assert kept[0] > 0
     assert kept[-1] == 0, "it never fades"
-
-
-def test_tokens_of_a_generation_are_those_of_the_sequence(opened: Open, document: NeedlePrompt) -> None:
-    scorer = Given(oldest)
-    kv = opened("needle", policy=scorer, tau=16, n_batch=0)
-    events = list(kv.generate(document.text, max_tokens=60, sampling=GREEDY))
-    ids = [e.id for e in events if isinstance(e, Token)]
-    assert kv.tokens.tolist() == [*kv.tokenize(document.text).tolist(), *ids[:-1]]
-    assert scorer.views[-1].tokens.tolist() == kv.tokens.tolist()[: len(scorer.views[-1].tokens)]

@@ -1,6 +1,5 @@
 """When chunks are scored, and by what."""
 
-import itertools
 import threading
 import time
 from typing import Any
@@ -16,11 +15,10 @@ from support.changes import SCORING
 from support.runs import SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
 from support.scorers import Given, Scores, oldest, other_ones, shuffled
 
-from pyllama_kvflash import Paged, View
+from pyllama_kvflash import View
 from pyllama_kvflash.engine.decoder import asking_parts
-from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.options import Spec
-from pyllama_kvflash.policy import Qk, Schedule, State, n_queries
+from pyllama_kvflash.policy import State
 
 pytestmark = pytest.mark.native
 
@@ -146,51 +144,6 @@ def test_a_scorer_is_given_as_many_queries_as_it_asks_for(
             assert np.abs(a - b).max() < 0.3 * np.abs(b).max()
 
 
-@pytest.mark.parametrize("query", ["last", "last:2", "last:9"])
-def test_a_scorer_that_takes_over_is_given_as_many_as_it_asks_for(opened: Open, query: str) -> None:
-    """Fewer than the tap keeps, or more."""
-    kv, scorer = opened(), Given(oldest)
-    scorer.query = query
-    assert kv.ctx.q_tap == 4
-    kv.use(scorer)
-    read(kv, 2000)
-    assert len(scorer.views[-1].queries) == n_queries(query)
-
-
-@pytest.mark.nightly(SCORING)
-@pytest.mark.parametrize("under_way", [2016, 2017])
-@pytest.mark.parametrize(
-    ("device", "again", "lag"), [("cpu", 0.03, 0), ("cpu", 0, 0), ("beside", 0.03, 0), ("beside", 0, 1)]
-)
-def test_another_scorer_takes_over_by_hand(
-    opened: Open, request: pytest.FixtureRequest, under_way: int, device: str, again: float, lag: int
-) -> None:
-    """What it needs is made of the records that are there, and it is asked from then on: when is its own. Within the token where that
-    may have to be decoded again, else beside a device.
-    """
-    request.getfixturevalue("beside" if device == "beside" else "at_one_token")
-    scorer = Given(oldest)
-    kv = opened(policy=scorer, tau=16, again=again)
-    read(kv, 2000)
-    feed(kv, under_way)  # its queries were asked for, or the scoring has begun
-    kv.use(Qk())
-    assert kv.policy == "qk"
-    n = len(scorer.views)
-    events = reselects(feed(kv, 2100))
-    assert events[0].pos == under_way + 16 + lag
-    assert len(scorer.views) == n
-    assert kv.stats().summary_bytes > 0
-    check_residency(kv)
-    kv.use(scorer)
-    assert kv.stats().summary_bytes == 0
-    # without a summary it may be slow, and goes on beside decode: on a CPU, which it takes time from, for longer
-    assert reselects(feed(kv, 2200))[0].pos == 2100 + 16 + (4 if device == "cpu" else 1)
-    assert len(scorer.views) > n
-    for other in (opened(policy="lru"), opened(pool="off")):
-        with pytest.raises(UsageError, match="has no scorer to replace"):
-            other.use(Qk())
-
-
 @pytest.mark.usefixtures("beside")
 def test_a_reselect_tells_what_it_did(opened: Open) -> None:
     """Scores of the chunks that compete, None for the others; what it dropped is out and what it brought is in."""
@@ -227,28 +180,6 @@ def test_a_reselect_tells_what_it_did(opened: Open) -> None:
     assert len(resident) + len(gone) == len(rated), "by hand, all of it is done at once"
 
 
-@pytest.mark.usefixtures("at_one_token")
-@pytest.mark.parametrize("policy", ["qk", "qk-cos"])
-def test_on_a_cpu_the_pool_changes_at_the_token_that_was_asked(opened: Open, policy: str) -> None:
-    """Every tau tokens, by the queries of the token just decoded, and nothing is under way after it. Once: what comes after a token
-    was decoded again is tested in test_again.py.
-    """
-    kv = opened(policy=policy, tau=8, again=0)
-    read(kv, 2000)
-    n_in = 0
-    for end in range(2001, 2100):
-        events = reselects(feed(kv, end))
-        assert [e.pos for e in events] == ([end] if (end - 2000) % 8 == 0 else [])
-        assert not kv.pager.flights.in_motion
-        for event in events:
-            where = kv.residency()
-            assert np.all(where.state[list(event.drops)] == State.OUT)
-            assert np.all(where.state[list(event.page_ins)] == State.RESIDENT)
-            n_in += len(event.page_ins)
-            check_residency(kv)
-    assert n_in > 10
-
-
 @pytest.mark.nightly(SCORING)
 @pytest.mark.parametrize("device", ["cpu", "beside"])
 @pytest.mark.parametrize("swaps", [1, 3, None])
@@ -272,40 +203,6 @@ def test_few_chunks_come_back_while_decoding(
     assert last is not None
     assert len(last.page_ins) > 20
     check_residency(kv, 16)
-
-
-def test_the_share_of_what_is_no_candidate_is_known(opened: Open) -> None:
-    """A scorer is told how many chunks have a summary, and the scales of this model, at the end of a prompt and later."""
-    scorer = shuffled(0)
-    scorer.summary = "mean"
-    kv = opened(policy=scorer, tau=4)
-    read(kv, 2000)
-    feed(kv, 2100)
-    assert len(scorer.views) > 20
-    for view in scorer.views:
-        assert view.summaries is not None
-        assert np.allclose(view.scales, 1 / 8)
-        assert view.n_whole in {len(view.tokens) // 64 - 1, len(view.tokens) // 64}
-        assert len(view.summaries) >= view.n_whole
-        assert not view.candidates[view.n_whole :].any()
-    assert scorer.views[-1].n_whole == 2100 // 64
-
-
-@pytest.mark.parametrize("policy", ["qk", "qk-cos"])
-def test_what_was_scored_and_is_no_candidate_now_has_no_score(opened: Open, policy: str) -> None:
-    """Pinned in between: what is left of its score is nobody's."""
-    kv = opened(policy=policy, tau=4)
-    read(kv, 2000)
-    feed(kv, 2010)
-    scored = kv.residency().score
-    chunk = next(c for c in range(1, 20) if c not in out(kv) and not np.isnan(scored[c]))
-    kv.pin(64 * chunk, 64 * chunk + 1)
-    for event in reselects(feed(kv, 2020)):
-        assert {i for i, s in enumerate(event.scores) if s is None} == {
-            0,
-            chunk,
-            *range(len(event.scores) - 4, len(event.scores)),
-        }
 
 
 @pytest.mark.usefixtures("at_one_token")
@@ -339,26 +236,6 @@ def test_scoring_does_not_hold_up_decode(opened: Open) -> None:
     check_residency(kv)
 
 
-def test_a_costly_scorer_is_asked_less_often(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In steps of powers of two, so that it takes no more than its share; without one, every tau tokens. Times are given."""
-    step, scored = Schedule.step, Schedule.scored
-    monkeypatch.setattr(Schedule, "step", lambda self, n, _s: step(self, n, n * 0.001))
-    monkeypatch.setattr(Schedule, "scored", lambda self, *_: scored(self, 0.02, 0.0))
-    kv = opened(policy=Given(oldest), tau=16, share=0.2)
-    read(kv, 1300)
-    at = [e.pos for e in reselects(feed(kv, 2100))]
-    gaps = [b - a for a, b in itertools.pairwise(at)]
-    assert gaps
-    assert min(gaps) > 16
-    interval = kv.sequence.selector.schedule.interval  # type: ignore[union-attr]
-    assert interval % 16 == 0
-    assert (interval // 16).bit_count() == 1
-    kv = opened(policy=Given(oldest), tau=16, share=0)
-    read(kv, 1300)
-    at = [e.pos for e in reselects(feed(kv, 1400))]
-    assert {b - a for a, b in itertools.pairwise(at)} == {16}
-
-
 def test_lru_is_never_asked(opened: Open) -> None:
     kv = opened(policy="lru", tau=1)
     events = read(kv, 2000) + feed(kv, 2100)
@@ -387,19 +264,3 @@ def test_reselect_by_hand(opened: Open) -> None:
     full = opened(pool="off")
     feed(full, 100, 50)
     assert full.reselect() is None
-
-
-def test_reselect_where_nothing_is_written(opened: Open) -> None:
-    kv = opened()
-    assert kv.reselect() is None
-    read(kv, 2000)
-    kv.clear()
-    assert kv.reselect() is None
-
-
-def test_decode_tells_what_moved(opened: Open) -> None:
-    kv = opened(policy="lru")
-    assert kv.decode(TOKENS[:64]) == []
-    events = feed(kv, 2048, 64)
-    assert {type(e) for e in events} == {Paged}
-    assert [c for e in events if isinstance(e, Paged) for c in e.drops] == out(kv)

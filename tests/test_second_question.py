@@ -14,12 +14,11 @@ from support.oracles import ON_GPU
 from support.rounding import relative_rms
 from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, text_of
 
-from pyllama_kvflash import Done, KVFlash, KVSequence, Sampling, Token
+from pyllama_kvflash import Done, KVFlash, KVSequence, Sampling
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, KVFlashError, UsageError
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.needle import BUNDLED_DRAFTER
 from pyllama_kvflash.options import Spec
-from pyllama_kvflash.policy import State
 from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.text import n_common
 
@@ -107,20 +106,6 @@ def check_questions(kv: KVSequence) -> None:
             kv.check_integrity()
 
 
-def test_a_chat_goes_on(opened: Open) -> None:
-    """An earlier answer is part of the next prompt, and stays: of it, only its last token was not decoded yet."""
-    kv = opened("needle")
-    text = kv.tokenize(DOCUMENT.text + DOCUMENT.needles[0].question)
-    n_new = len(text)
-    for needle in DOCUMENT.needles[1:]:
-        events = list(kv.generate(text, max_tokens=6, sampling=GREEDY))
-        assert isinstance(events[-1], Done)
-        assert events[-1].stats.n_prompt == n_new
-        answer = np.array([e.id for e in events if isinstance(e, Token)])
-        question = kv.tokenize("\n" + needle.question, add_special=False)
-        text, n_new = joined(text, answer, question), 1 + len(question)
-
-
 #
 # bit for bit
 #
@@ -144,17 +129,6 @@ def test_a_second_question_is_as_a_first_one(opened: Open, name: str, pool: Any)
         for chunk in range(len(prompt) // CHUNK):
             assert np.array_equal(kv.pager.records.get(chunk), cold.pager.records.get(chunk))
         assert np.array_equal(kv.residency().state, cold.residency().state)
-
-
-@EXACT
-@pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("pool", POOLS)
-def test_clear_has_all_read_anew(opened: Open, pool: Any) -> None:
-    kv, cold, prompt = opened(pool=pool), opened(pool=pool), TOKENS[:1000]
-    asked(kv, prompt, 24)
-    kv.clear()
-    assert n_read(kv, prompt, 0) == asked(cold, prompt, 0).stats.n_prompt == 1000
-    check_as(kv, cold, 0)
 
 
 #
@@ -187,20 +161,6 @@ def test_what_is_read(opened: Open, what: str, pool: Any) -> None:
 
 
 @pytest.mark.usefixtures("wordless")
-def test_a_chunk_that_is_cut_through_comes_back(opened: Open) -> None:
-    kv = opened()
-    asked(kv, TOKENS[:N])
-    chunk = int(np.flatnonzero(kv.residency().state == State.OUT)[0])
-    n = chunk * CHUNK + 5
-    prompt = joined(TOKENS[:n], TOKENS[5000:5040])
-    assert n_read(kv, prompt, 0) == 40
-    assert kv.residency().state[chunk] != State.OUT
-    cold = opened()
-    asked(cold, prompt, 0)
-    check_as(kv, cold, ROUNDING)
-
-
-@pytest.mark.usefixtures("wordless")
 @pytest.mark.parametrize(("name", "pool"), crossed(MODELS, POOLS))
 def test_going_on_reads_what_is_new(opened: Open, name: str, pool: Any) -> None:
     """Nothing has to go back: so of every model, and after an answer that was not decoded to its end."""
@@ -227,17 +187,6 @@ def test_a_window_that_is_gone_is_read_again(opened: Open, pool: Any) -> None:
     assert n_read(kv, prompt, 0) == 600
     asked(cold, prompt, 0)
     check_as(kv, cold, 0)
-
-
-@pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("pool", POOLS)
-def test_a_window_that_is_still_there_goes_back(opened: Open, pool: Any) -> None:
-    kv, cold = opened("gemma4", pool=pool), opened("gemma4", pool=pool)
-    asked(kv, TOKENS[:40])
-    prompt = joined(TOKENS[:30], TOKENS[5000:5020])
-    assert n_read(kv, prompt, 0) == 20
-    asked(cold, prompt, 0)
-    check_as(kv, cold, ROUNDING)
 
 
 @pytest.mark.usefixtures("wordless")
@@ -354,13 +303,3 @@ def test_a_prompt_beyond_the_host_limit_leaves_the_text(opened: Open) -> None:
         assert kv.sequence.holder is holder, "whoever had it can go on"
     fits = joined(TOKENS[: n_fit // 4], TOKENS[5000 : 5000 + n_fit // 2])
     assert n_read(kv, fits, 0) == n_fit // 2
-
-
-def test_it_begins_with_its_first_event(opened: Open) -> None:
-    kv = opened("needle")
-    asked(kv, "The secret code for the")
-    held = kv.tokens
-    events = kv.generate("Another text")
-    assert np.array_equal(kv.tokens, held)
-    next(events)
-    assert not np.array_equal(kv.tokens[: len(held)], held)

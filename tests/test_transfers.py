@@ -17,8 +17,8 @@ from support.models import NAMES
 from support.oracles import CACHES, Run
 from support.transfers import CHUNK, POOL
 
-from pyllama_kvflash.errors import PoolError, UsageError
-from pyllama_kvflash.native import Model, Record
+from pyllama_kvflash.errors import PoolError
+from pyllama_kvflash.native import Model
 
 pytestmark = pytest.mark.native
 
@@ -152,27 +152,3 @@ def test_layers_of_one_size_are_one_copy(tiny_model: Callable[[str], Model]) -> 
             assert n_copy == n_device, (name, cache)
     n_copy, n_device = copies("qwen3", "f16-nofa")
     assert n_copy == n_device + 3  # all K, and V of each of 3 layers
-
-
-def test_host_memory_is_what_was_asked_for(tiny_model: Callable[[str], Model]) -> None:
-    """Written and read like any array; it outlives the context that gave it."""
-    with Run(tiny_model("qwen3"), pool=POOL) as run:
-        memory: Record = run.ctx.host_buffer(1 << 20)
-        assert run.ctx.copy_rate(1 << 20, 4, to_device=True) > 0
-        with pytest.raises(UsageError, match="sizes"):
-            run.ctx.copy_rate(0, 1, to_device=False)
-    memory[:] = 7
-    assert memory.sum() == 7 << 20
-
-
-def test_waiting_for_what_is_done_is_harmless(tiny_model: Callable[[str], Model]) -> None:
-    """With nothing begun, twice for one ticket, and for one of long ago."""
-    with Run(tiny_model("qwen3"), pool=POOL) as run:
-        run.ctx.wait()
-        run.decode(CHUNK)
-        record = np.zeros(run.ctx.pool_info().record_bytes, np.uint8)
-        ticket = run.ctx.begin_read(0, record)
-        for _ in range(2):
-            run.ctx.wait(ticket)
-        np.testing.assert_array_equal(record, run.read(0))
-        run.ctx.wait(ticket)

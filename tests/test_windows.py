@@ -261,17 +261,6 @@ def test_after_clear(case: Windowed, n: int) -> None:
     assert_equal(logits, want)
 
 
-def test_after_clear_far_on(make: Callable[[str], Windowed]) -> None:
-    case = make("batch_above_window")
-    with case.run() as run, case.run() as fresh:
-        for _ in range(2):
-            logits, _ = feed(run, case.groups())
-            run.ctx.clear()
-            run.pos = 0
-        want, _ = feed(fresh, case.groups())
-    assert_equal(logits, want)
-
-
 @pytest.mark.parametrize("where", ["pool", "ring"])
 def test_whole_buffers_are_cleared(make: Callable[[str], Windowed], where: str) -> None:
     """All cells at once, used or not. Without flash attention what was left behind would be seen."""
