@@ -4,7 +4,6 @@ What the model says does not matter. What matters: what it calls has the types t
 back under the id of its call, and every answer has all that its client reads.
 """
 
-import asyncio
 import importlib
 import json
 import os
@@ -23,7 +22,6 @@ pytest.importorskip("httpx")
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-import httpx
 import openai
 from pydantic import BaseModel
 from support import real, serving
@@ -56,25 +54,14 @@ TOOLS: list[Any] = [
 ]
 ASKED = "What will the weather be in Lima in the next 3 days?"
 FOUND = '{"sky": "clear", "degrees": 21}'
-QUIET = {
-    "ANONYMIZED_TELEMETRY": "False",
-    "DO_NOT_TRACK": "1",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "LITELLM_TELEMETRY": "False",
-    "LLM_LOAD_PLUGINS": "",
-    "OPENAI_AGENTS_DISABLE_TRACING": "1",
-}
 
 
 @pytest.fixture(autouse=True)
-def at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: None) -> None:
+def at_home(monkeypatch: pytest.MonkeyPatch, environment: None) -> None:
     """Nothing of the caller's settings, and no way to another machine."""
     for name in list(os.environ):
-        if name.startswith(("ANTHROPIC_", "LANGCHAIN_", "LANGSMITH_", "LITELLM_", "LLM_")):
+        if name.startswith("ANTHROPIC_"):
             monkeypatch.delenv(name)
-    for name, value in QUIET.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     look_up, connect = socket.getaddrinfo, socket.socket.connect
 
     def looked_up(host: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,19 +177,6 @@ def test_openai_tools_streamed(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 50, "what both turns begin with is read once"
 
 
-def test_openai_streams_with_events(client: openai.OpenAI) -> None:
-    """Its own helper, which puts the parts together and parses them."""
-    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
-    choice: Any = {"type": "function", "function": {"name": "weather"}}
-    with client.chat.completions.stream(**CHAT, tools=tools, tool_choice=choice, parallel_tool_calls=False) as stream:
-        kinds = {event.type for event in stream}
-        res = stream.get_final_completion()
-    assert "tool_calls.function.arguments.delta" in kinds
-    (call,) = res.choices[0].message.tool_calls
-    assert call.function.parsed_arguments == check_arguments(call.function.arguments)
-    assert res.choices[0].finish_reason == "tool_calls"
-
-
 class Weather(BaseModel):
     city: Literal["Bergen", "Lima"]
     days: int
@@ -215,40 +189,6 @@ def test_openai_parses_an_answer_into_a_class(client: openai.OpenAI) -> None:
     assert res.choices[0].finish_reason == "stop"
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**CHAT, response_format=Weather, max_tokens=3)
-
-
-def test_openai_logprobs_and_several_answers(client: openai.OpenAI) -> None:
-    ask = {**CHAT, "temperature": 1, "seed": 1, "max_tokens": 4, "n": 2, "logprobs": True, "top_logprobs": 3}
-    res = client.chat.completions.create(**ask)
-    assert [c.index for c in res.choices] == [0, 1]
-    for choice in res.choices:
-        told = choice.logprobs.content
-        assert 1 <= len(told) <= 4
-        assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in told)
-        said = b"".join(bytes(token.bytes) for token in told).decode("utf-8", "replace")
-        assert said.startswith(choice.message.content.rstrip("\ufffd"))
-    check_usage(res.usage, 8)
-    chunks = list(client.chat.completions.create(**ask, stream=True))
-    assert {c.choices[0].index for c in chunks} == {0, 1}
-    assert (
-        sum(len(c.choices[0].logprobs.content) for c in chunks if c.choices[0].logprobs) == res.usage.completion_tokens
-    )
-
-
-def test_openai_asynchronously(server: Running) -> None:
-    async def ask() -> tuple[Any, list[Any]]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
-            ask = {**CHAT, "tools": TOOLS[:1], "parallel_tool_calls": False}
-            whole, stream = await asyncio.gather(
-                client.chat.completions.create(**ask, tool_choice="required"),
-                client.chat.completions.create(**CHAT, max_tokens=6, stream=True),
-            )
-            return whole, [chunk async for chunk in stream]
-
-    whole, chunks = asyncio.run(ask())
-    (call,) = whole.choices[0].message.tool_calls
-    check_arguments(call.function.arguments)
-    assert chunks[-1].choices[0].finish_reason in {"stop", "length"}
 
 
 def test_openai_raises_what_the_server_refuses(client: openai.OpenAI, server: Running) -> None:
@@ -312,27 +252,6 @@ def test_anthropic_tools_streamed(claude: Any) -> None:
     assert last.usage.cache_read_input_tokens > 50
     with claude.messages.stream(**{**MESSAGE, "max_tokens": 6}) as stream:
         assert "".join(stream.text_stream) == stream.get_final_text()
-
-
-def test_anthropic_parses_an_answer_into_a_class(claude: Any) -> None:
-    res = claude.messages.parse(**MESSAGE, output_format=Weather)
-    assert isinstance(res.parsed_output, Weather)
-    assert res.stop_reason == "end_turn"
-
-
-def test_anthropic_asynchronously(server: Running) -> None:
-    anthropic = library("anthropic")
-
-    async def ask() -> Any:
-        async with anthropic.AsyncAnthropic(base_url=server.url, auth_token=KEY, max_retries=0) as client:
-            return await client.messages.create(
-                **MESSAGE, tools=CUSTOM, tool_choice={"type": "tool", "name": "weather"}
-            )
-
-    res = asyncio.run(ask())
-    for call in res.content:
-        assert (call.type, call.name) == ("tool_use", "weather")
-    check_arguments(res.content[0].input)
 
 
 def test_anthropic_raises_what_the_server_refuses(claude: Any) -> None:
@@ -413,11 +332,6 @@ def test_ollama_calls_a_function(local_ollama: Any) -> None:
     assert last.prompt_eval_count > first.prompt_eval_count
 
 
-def test_ollama_keeps_to_a_class(local_ollama: Any) -> None:
-    res = local_ollama.chat("any", CHAT["messages"], format=Weather.model_json_schema(), options=OPTIONS)
-    assert isinstance(Weather.model_validate_json(res.message.content), Weather)
-
-
 def test_ollama_raises_what_the_server_refuses(local_ollama: Any) -> None:
     ollama = library("ollama")
     with pytest.raises(ollama.ResponseError, match="no embeddings") as none:
@@ -427,200 +341,3 @@ def test_ollama_raises_what_the_server_refuses(local_ollama: Any) -> None:
         local_ollama.chat("any", CHAT["messages"], options={"temperature": 9})
     with pytest.raises(ollama.ResponseError, match="give one of"):
         list(local_ollama.chat("any", [{"role": "x", "content": ""}], stream=True))
-
-
-#
-# llm
-#
-
-
-@pytest.fixture
-def local(server: Running, tmp_path: Path) -> Any:
-    """Its model that talks to the server, as its users write it down."""
-    llm = library("llm")
-    lines = {
-        "model_id": "local", "model_name": NAME, "api_base": f"{server.url}/v1", "api_key_name": "local",
-        "supports_tools": True, "supports_schema": True,
-    }  # fmt: skip
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([lines]))
-    (tmp_path / "keys.json").write_text(json.dumps({"local": KEY}))
-    return llm.get_model("local")
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_llm_prompts(local: Any, stream: bool) -> None:
-    res = local.prompt(ASKED, stream=stream, max_tokens=8, temperature=0)
-    parts = list(res)
-    assert "".join(parts) == res.text()
-    assert not stream or len(parts) > 1
-    assert 0 < res.usage().output <= 8
-    talk = local.conversation()
-    assert talk.prompt(ASKED, stream=stream, max_tokens=4, temperature=0).text()
-    assert talk.prompt("And then?", system="Be brief.", stream=stream, max_tokens=4, temperature=0).text()
-
-
-def test_llm_has_an_answer_in_the_form_of_a_class(local: Any) -> None:
-    for stream in (True, False):
-        res = local.prompt(ASKED, schema=Weather, stream=stream, temperature=0, max_tokens=64)
-        assert Weather.model_validate_json(res.text())
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_llm_runs_a_tool(local: Any, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told to call it, once: llm leaves that to the model, and this one is too small to see it."""
-    ran: list[tuple[Any, ...]] = []
-
-    def weather(city: Literal["Bergen", "Lima"], days: int) -> str:
-        """The weather of the next days."""
-        ran.append((city, days))
-        return FOUND
-
-    build = type(local).build_kwargs
-    bodies: list[dict[str, Any]] = []
-
-    def forced(own: Any, prompt: Any, stream: bool) -> dict[str, Any]:
-        choice = "none" if bodies else "required"
-        bodies.append({**build(own, prompt, stream), "tool_choice": choice, "parallel_tool_calls": False})
-        return bodies[-1]
-
-    monkeypatch.setattr(type(local), "build_kwargs", forced)
-    chain = local.chain(ASKED, tools=[weather], stream=stream, options={"temperature": 0, "max_tokens": 64})
-    assert chain.text()
-    assert len(bodies) == 2
-    ((city, days),) = ran
-    assert city in {"Bergen", "Lima"}
-    assert type(days) is int
-
-
-#
-# litellm
-#
-
-
-@pytest.fixture
-def lite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    res = library("litellm")
-    monkeypatch.setattr(res, "telemetry", False, raising=False)  # newer ones have none
-    return res
-
-
-@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
-def test_litellm(server: Running, lite: Any, protocol: str) -> None:
-    """By either protocol: whole, in parts, and with a tool whose result is told."""
-    base = f"{server.url}/v1" if protocol == "openai" else server.url
-    ask: dict[str, Any] = {
-        "model": f"{protocol}/{NAME}", "api_base": base, "api_key": KEY, "messages": CHAT["messages"], "temperature": 0,
-    }  # fmt: skip
-    res = lite.completion(**ask, max_tokens=8)
-    assert isinstance(res.choices[0].message.content, str)
-    assert res.choices[0].finish_reason in {"stop", "length"}
-    check_usage(res.usage, 8)
-    parts = list(lite.completion(**ask, max_tokens=8, stream=True))
-    assert "".join(p.choices[0].delta.content or "" for p in parts) == res.choices[0].message.content
-    assert parts[-1].choices[0].finish_reason == res.choices[0].finish_reason
-    ask |= {"tools": TOOLS[:1], "max_tokens": 64}
-    must = {**ask, "tool_choice": "required", "parallel_tool_calls": False}
-    res = lite.completion(**must)
-    (call,) = res.choices[0].message.tool_calls
-    assert (call.function.name, res.choices[0].finish_reason) == ("weather", "tool_calls")
-    check_arguments(call.function.arguments)
-    parts = list(lite.completion(**must, stream=True))
-    built = lite.stream_chunk_builder(parts).choices[0].message.tool_calls
-    assert check_arguments(built[0].function.arguments) == check_arguments(call.function.arguments)
-    assert len(built) == 1
-    result = {"role": "tool", "tool_call_id": call.id, "content": FOUND}
-    told = [*ask["messages"], res.choices[0].message.model_dump(exclude_none=True), result]
-    res = lite.completion(**{**ask, "messages": told, "max_tokens": 12}, tool_choice="none")
-    assert res.choices[0].message.content
-    with pytest.raises(lite.BadRequestError):
-        lite.completion(**{**ask, "top_p": 2})
-    with pytest.raises(lite.AuthenticationError):
-        lite.completion(**{**ask, "api_key": "another"})
-
-
-#
-# openai-agents
-#
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_agent_runs_its_tool(server: Running, stream: bool) -> None:
-    agents = library("agents")
-    ran: list[tuple[Any, ...]] = []
-
-    def weather(city: Literal["Bergen", "Lima"], days: int) -> str:
-        """The weather of the next days."""
-        ran.append((city, days))
-        return FOUND
-
-    async def run() -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
-            agent = agents.Agent(
-                name="Forecaster",
-                instructions="Call the tool, then answer.",
-                model=agents.OpenAIChatCompletionsModel(model=NAME, openai_client=client),
-                model_settings=agents.ModelSettings(
-                    temperature=0, max_tokens=64, tool_choice="required", parallel_tool_calls=False
-                ),
-                tools=[agents.function_tool(weather)],
-            )
-            config = agents.RunConfig(tracing_disabled=True)
-            if not stream:
-                return await agents.Runner.run(agent, ASKED, run_config=config, max_turns=4)
-            res = agents.Runner.run_streamed(agent, ASKED, run_config=config, max_turns=4)
-            assert [event async for event in res.stream_events()]
-            return res
-
-    res = asyncio.run(run())
-    assert isinstance(res.final_output, str)
-    kinds = [item.type for item in res.new_items]
-    assert kinds[:2] == ["tool_call_item", "tool_call_output_item"]
-    assert res.new_items[1].output == FOUND
-    assert ran
-    for city, days in ran:
-        assert city in {"Bergen", "Lima"}
-        assert type(days) is int
-    assert res.context_wrapper.usage.requests == len(ran) + 1
-
-
-#
-# LangChain
-#
-
-
-@pytest.fixture
-def chain(server: Running, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Its model for a protocol. It does not close its connections itself."""
-    ask: dict[str, Any] = {"model": NAME, "temperature": 0}
-    if request.param == "ollama":
-        headers = {"headers": {"Authorization": f"Bearer {KEY}"}}
-        res = library("langchain_ollama").ChatOllama(base_url=server.url, client_kwargs=headers, num_predict=64, **ask)
-        client = res._client
-    elif request.param == "anthropic":
-        ask |= {"api_key": KEY, "max_tokens": 64, "max_retries": 0}
-        res = library("langchain_anthropic").ChatAnthropic(base_url=server.url, **ask)
-        client = res._client
-    else:
-        ask |= {"api_key": KEY, "max_tokens": 64, "max_retries": 0, "use_responses_api": request.param == "responses"}
-        client = httpx.Client()
-        res = library("langchain_openai").ChatOpenAI(base_url=f"{server.url}/v1", http_client=client, **ask)
-    with client:
-        yield res
-
-
-@pytest.mark.parametrize("chain", ["openai", "responses", "anthropic", "ollama"], indirect=True)
-def test_langchain(chain: Any, request: pytest.FixtureRequest) -> None:
-    """Whole, in parts, in the form of a class, and with a tool whose result is told. Ollama cannot be told to call one."""
-    said = chain.invoke(ASKED)
-    assert 0 < said.usage_metadata["output_tokens"] <= 64
-    assert "".join(part.text for part in chain.stream(ASKED)) == said.text
-    assert isinstance(chain.with_structured_output(Weather).invoke(ASKED), Weather)
-    if "ollama" in request.node.name:
-        return
-    must = chain.bind_tools(TOOLS[:1], tool_choice="weather", parallel_tool_calls=False)
-    called = must.invoke(ASKED)
-    (call,) = called.tool_calls
-    assert call["name"] == "weather"
-    check_arguments(call["args"])
-    result = {"role": "tool", "tool_call_id": call["id"], "content": FOUND}
-    assert chain.invoke([{"role": "user", "content": ASKED}, called, result]).text

@@ -67,16 +67,6 @@ def test_a_stream(server: Running) -> None:
     assert "".join(event["content"] for event in found) == whole
 
 
-def test_stop_strings_and_schemas(server: Running) -> None:
-    whole = server.post({**ASKED, "n_predict": 20}, "/completion").json()["content"]
-    res = server.post({**ASKED, "n_predict": 20, "stop": [whole[4:9]]}, "/completion").json()
-    assert whole.startswith(res["content"])
-    assert (res["stop_type"], res["stopping_word"]) == ("word", whole[4:9])
-    schema = {"type": "integer", "minimum": 0, "maximum": 9}
-    res = server.post({**ASKED, "json_schema": schema}, "/completion").json()
-    assert isinstance(json.loads(res["content"]), int)
-
-
 def test_probabilities(server: Running) -> None:
     res = server.post({**ASKED, "n_probs": 3}, "/completion").json()
     found = res["completion_probabilities"]
@@ -137,18 +127,6 @@ def test_without_what_is_known_an_answer_is_the_same_to_the_bit(options: dict[st
         server.text(prompt=long_text(300)[99:], max_tokens=30)
         assert answer(cache_prompt=False) == first
         assert first[0] == 0
-
-
-def test_the_chat_protocol_has_times_too(server: Running) -> None:
-    body = {"messages": [{"role": "user", "content": "On and on."}], "n_predict": 4, "stream": True}
-    found = events(
-        server.post({**body, "timings_per_token": True, "return_progress": True}, "/v1/chat/completions").text[:-14]
-    )
-    assert [e["prompt_progress"]["processed"] for e in found if "prompt_progress" in e][-1] > 0
-    assert set(found[-1]["timings"]) == TIMES
-    assert found[-1]["timings"]["predicted_n"] == 4
-    res = server.post({**body, "stream": False}, "/chat/completions").json()
-    assert res["usage"]["completion_tokens"] == res["timings"]["predicted_n"] == 4
 
 
 @pytest.mark.parametrize(

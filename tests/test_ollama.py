@@ -122,15 +122,6 @@ def test_a_prompt_as_it_is(server: Running) -> None:
     assert post(server, "/api/generate", prompt="The sea", raw=True)["response"] == plain
 
 
-def test_logprobs(server: Running) -> None:
-    asked = {"messages": ASKS, "logprobs": True, "top_logprobs": 2}
-    found = post(server, **asked)["logprobs"]
-    assert found == openai(server, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
-    assert len(found) == 8
-    assert [p for line in lines(server, **asked) for p in line.get("logprobs", ())] == found
-    assert "logprobs" not in post(server, messages=ASKS, top_logprobs=2)
-
-
 @pytest.mark.parametrize("how", [{}, {"raw": True}, {"messages": ASKS}])
 def test_an_answer_of_a_form(server: Running, how: dict[str, Any]) -> None:
     path, body = ("/api/chat", how) if "messages" in how else ("/api/generate", {"prompt": "The code?", **how})
@@ -191,19 +182,6 @@ def test_options_without_an_effect(server: Running) -> None:
     assert "system is left out" in server.http.post("/api/generate", json=raw).headers["kvflash-warning"]
 
 
-def test_twenty_turns_stay_warm(server: Running) -> None:
-    """All of the prompt counts, as with Ollama; what was there already is told beside it."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": serving.long_text(200)}]
-    before = 0
-    for i in range(20):
-        messages.append({"role": "user", "content": f"Number {i}?"})
-        found = post(server, messages=messages, options={"temperature": 0, "num_predict": 6})
-        messages.append(found["message"])
-        assert before <= found["prompt_eval_cached_count"] < found["prompt_eval_count"]
-        before = found["prompt_eval_count"]
-    assert openai(server, messages=messages[:-1])["usage"]["prompt_tokens"] == before
-
-
 #
 # tools
 #
@@ -240,28 +218,6 @@ def test_results_go_to_their_calls_without_ids() -> None:
     assert all(c["id"].isalnum() and len(c["id"]) == 9 for c in (first, second)), "as Mistral's templates demand"
     assert [r["tool_call_id"] for r in results] == [second["id"], first["id"], "mine", "call"]
     assert [r.get("name") for r in results] == ["now", None, None, "other"]
-
-
-def test_a_conversation_with_calls_is_read_as_that_of_the_openai_protocol(server: Running) -> None:
-    call = {"name": "add", "arguments": {"a": 1, "b": 3}}
-    own = [
-        *ASKS,
-        {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
-        {"role": "tool", "tool_name": "add", "content": "4"},
-    ]
-    theirs = [
-        *ASKS,
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "x", "type": "function", "function": {**call, "arguments": '{"a": 1, "b": 3}'}}],
-        },
-        {"role": "tool", "tool_call_id": "x", "content": "4"},
-    ]
-    said = openai(server, messages=theirs, tools=TOOLS)
-    found = post(server, messages=own, tools=[{"function": ADD}])
-    assert found["prompt_eval_count"] == said["usage"]["prompt_tokens"]
-    assert found["message"]["content"] == said["choices"][0]["message"]["content"]
 
 
 #
@@ -361,12 +317,6 @@ def test_probes_find_a_server(server: Running) -> None:
     assert tuple(map(int, version.split("."))) >= (0, 6, 4), "VS Code asks for it"
 
 
-def test_a_template_that_reasons_is_told() -> None:
-    with Running(template=THINKING) as running:
-        shown = running.http.post("/api/show", json={}).json()
-    assert shown["capabilities"] == ["completion", "tools", "thinking"]
-
-
 @pytest.mark.parametrize(("path", "key", "said"), [
     ("/api/chat", "message", {"role": "assistant", "content": ""}), ("/api/generate", "response", ""),
 ])  # fmt: skip
@@ -422,22 +372,3 @@ def test_what_is_refused(server: Running, path: str, body: dict[str, Any], words
     assert res.status_code == 400, res.text
     assert set(res.json()) == {"error"}
     assert words in res.json()["error"]
-
-
-def test_other_errors_have_the_same_form(server: Running) -> None:
-    http = server.http
-    for res, status in [
-        (http.get("/api/chat"), 405),
-        (http.post("/api/nothing", json={}), 404),
-        (http.post("/api/show", content=b"{", headers={"Content-Type": "application/json"}), 400),
-        (http.post("/api/chat", content=b"{}", headers={"Content-Type": "text/plain", "Origin": "http://x"}), 415),
-    ]:
-        assert (res.status_code, set(res.json())) == (status, {"error"})
-        assert isinstance(res.json()["error"], str)
-
-
-def test_a_key_is_asked_for() -> None:
-    with Running(key="secret") as running:
-        bare = running.http.post("/api/chat", json={}, headers={"Authorization": ""})
-        assert (bare.status_code, set(bare.json())) == (401, {"error"})
-        assert post(running)["done_reason"] == "load"

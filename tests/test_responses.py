@@ -14,11 +14,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-import httpx
 from support import serving
-from support.changes import SERVE
-from support.commands import good
-from support.processes import server_process
 from support.serving import Running
 
 from pyllama_kvflash.native import Delta, Rendered, Sampling
@@ -26,7 +22,6 @@ from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing
 from pyllama_kvflash.serve.protocols import responses_request, responses_response, responses_store
 from pyllama_kvflash.serve.protocols.fields import Unknown
 from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, PreparedRequest
-from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.protocols.responses_request import Asked, packed
 from pyllama_kvflash.serve.protocols.responses_response import ResponsesReply
 from pyllama_kvflash.serve.protocols.responses_store import Kept, ResponseStore, new_id
@@ -212,18 +207,6 @@ def test_a_call_and_back(server: Running) -> None:
     assert after.status_code == 200, after.text
 
 
-def test_which_tools_may_be_called(server: Running) -> None:
-    other = {"type": "function", "name": "now"}
-    for choice in (
-        {"type": "function", "name": "now"},
-        {"type": "allowed_tools", "mode": "required", "tools": [other]},
-    ):
-        found = ask(
-            server, "Hi", tools=[ADD, other], tool_choice=choice, max_output_tokens=300, parallel_tool_calls=False
-        )
-        assert {item["name"] for item in found["output"]} == {"now"}
-
-
 def test_a_schema(server: Running) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "name": "it", "strict": True, "schema": schema}
@@ -299,21 +282,6 @@ def test_files(tmp_path: Path) -> None:
     assert later.delete(kept.response["id"])
     assert not list(folder.iterdir())
     later.close()
-
-
-@pytest.mark.nightly(SERVE)
-def test_the_next_server_has_them(tmp_path: Path) -> None:
-    """They are in the folder of the prefix cache, and go with it."""
-    body = {"input": QUESTION, "max_output_tokens": 1}
-    answers = []
-    for _ in range(2):
-        with server_process("-c", "2K", "--kvflash", "1K", "-t", "1", "--prefix-cache", tmp_path) as server:
-            answers.append(httpx.post(f"{server.url}{PATH}", json=body, timeout=60).json())
-            body["previous_response_id"] = answers[-1]["id"]
-    assert [a["status"] for a in answers] == ["incomplete"] * 2
-    assert {path.stem for path in (tmp_path / "responses").iterdir()} == {a["id"] for a in answers}
-    good("cache", "rm", "--all", "--prefix-cache", tmp_path)
-    assert not (tmp_path / "responses").exists()
 
 
 def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,15 +419,6 @@ def test_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
     store.close()
 
 
-def test_an_answer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = reply(monkeypatch)
-    stream = made.first() + made.text(Text("cFo")) + made.failed(RequestError(503, "no memory"))
-    last = events_of(stream.decode())[-1]
-    assert last["type"] == "response.failed"
-    assert last["response"]["status"] == "failed"
-    assert last["response"]["error"] == {"code": "server_error", "message": "no memory"}
-
-
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_a_long_prompt_has_events(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Codex gives up a stream that has comments alone for five minutes."""
@@ -470,9 +429,6 @@ def test_a_long_prompt_has_events(monkeypatch: pytest.MonkeyPatch, seconds: floa
     kinds = [event["type"] for event in events_of(stream.decode())]
     more = ["response.in_progress"] * 2 if seconds else []
     assert kinds == ["response.created", "response.in_progress", *more]
-
-
-THOUGHTS = "{% for m in messages %}{{ m.content }}[{{ m.reasoning_content }}]{% endfor %}"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Clients of OpenAI's Responses API that others wrote: what a model must say is kept by grammars, so any model will do."""
 
-import asyncio
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -81,16 +79,6 @@ def test_events_have_what_the_schema_requires(server: Running) -> None:
         } <= kinds
 
 
-def test_openai_structured(client: openai.OpenAI) -> None:
-    res = client.responses.parse(model=NAME, input="Hi", text_format=Weather)
-    assert res.output_parsed == Weather(city="Lima")
-    with client.responses.stream(model=NAME, input="Hi", text_format=Weather) as stream:
-        said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        found = stream.get_final_response()
-    assert found.output_parsed == Weather(city="Lima")
-    assert said == found.output_text
-
-
 def test_openai_tools(client: openai.OpenAI) -> None:
     tool: Any = openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}
     asked: Any = {"model": NAME, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
@@ -105,35 +93,3 @@ def test_openai_tools(client: openai.OpenAI) -> None:
     given += [*found.output, {"type": "function_call_output", "call_id": call.call_id, "output": "clear"}]
     after = client.responses.create(input=given, **{**asked, "tool_choice": "none"}, max_output_tokens=4)
     assert after.output_text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_openai_agents(server: Running, monkeypatch: pytest.MonkeyPatch, *, stream: bool) -> None:
-    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
-    pytest.importorskip("agents")
-    agents = importlib.import_module("agents")
-
-    def weather(city: Literal["Lima"]) -> str:
-        """It."""
-        return f"clear in {city}"
-
-    async def run() -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
-            agent = agents.Agent(
-                name="Forecaster",
-                instructions="Call the tool, then answer.",
-                model=agents.OpenAIResponsesModel(NAME, client),
-                model_settings=agents.ModelSettings(tool_choice="required", parallel_tool_calls=False),
-                tools=[agents.function_tool(weather)],
-                output_type=Weather,
-            )
-            if not stream:
-                return await agents.Runner.run(agent, "Which city?")
-            res = agents.Runner.run_streamed(agent, "Which city?")
-            assert [event async for event in res.stream_events()]
-            return res
-
-    res = asyncio.run(run())
-    assert [item.type for item in res.new_items[:2]] == ["tool_call_item", "tool_call_output_item"]
-    assert res.new_items[1].output == "clear in Lima"
-    assert res.final_output == Weather(city="Lima")
