@@ -16,10 +16,9 @@ pytest.importorskip("uvicorn")
 from support import agents, serving, tiny
 from support.agents import Messages, Turn
 from support.changes import SERVE
-from support.runs import GREEDY
 from support.serving import Running, between_turns
 
-from pyllama_kvflash import Done, KVFlash
+from pyllama_kvflash import KVFlash
 from pyllama_kvflash.serve.scheduler import Scheduler
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.text import n_common
@@ -117,28 +116,6 @@ def test_no_token_is_read_again_without_need(paths: Callable[[str], Path], kind:
         assert by_kind["question"].known > 1000
 
 
-def test_without_checkpoints_all_is_read_again(paths: Callable[[str], Path]) -> None:
-    with served(paths("hybrid"), checkpoint_limit=0) as server:
-        for turn in agents.replay(server.ask, 3):
-            assert turn.known == 0
-
-
-def test_a_chat_in_python_goes_back_to_the_same_places(paths: Callable[[str], Path]) -> None:
-    """chat() knows where messages begin by the special token that an answer begins with."""
-    options = {**SMALL, "pool": "off"}
-    asked = [{"role": "user", "content": "Tell me of the sea. " * 40}]
-    later = [*asked, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
-    with KVFlash.from_file(paths("hybrid"), **options) as kv:
-        n = []
-        for messages in (asked, asked, later):
-            *_, done = kv.chat(messages, max_tokens=4, sampling=GREEDY, template=agents.TINY_TEMPLATE)
-            assert isinstance(done, Done)
-            n.append(done.stats.n_prompt)
-    assert n[0] > 400
-    assert n[1] == OPENER
-    assert OPENER < n[2] < 60
-
-
 #
 # two agents by turns
 #
@@ -170,15 +147,6 @@ def test_two_agents_on_two_sequences_keep_their_own(paths: Callable[[str], Path]
         assert turns[0].known == 0, "the second agent takes the empty sequence"
         for turn in turns[1:]:
             assert turn.again <= (0 if kind == "dense" else OPENER)
-
-
-def test_a_third_conversation_takes_the_sequence_that_has_most_of_it(paths: Callable[[str], Path]) -> None:
-    """If there is no empty one: the system message and the tools are not read again."""
-    with served(paths("dense"), n_parallel=2) as server:
-        by_turns(server, 1)
-        (_, first), *_ = agents.conversations()
-        third = server.ask([first[0], {"role": "user", "content": "Something else."}])
-        assert third.known > 1000
 
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("hybrid", marks=pytest.mark.nightly(SERVE))])

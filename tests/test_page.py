@@ -33,7 +33,6 @@ from support.serving import (
 )
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.cli.serve import serve
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.serve import webui
 from pyllama_kvflash.serve.scheduler import NotReady, Phase
@@ -158,16 +157,6 @@ def test_the_files_need_no_key_and_the_pool_does() -> None:
         assert pool(running)["status"] == "ok"
 
 
-def test_the_option_is_spelled_as_llama_server_spells_it() -> None:
-    option = next(param for param in serve.params if param.name == "webui")
-    assert (option.opts, option.secondary_opts, option.default) == (["--webui"], ["--no-webui"], True)
-    assert option.envvar == "LLAMA_ARG_UI"
-
-
-def test_the_page_is_told_that_no_key_is_needed(server: Running) -> None:
-    assert 'data-needs-key="no"' in server.http.get("/").text
-
-
 #
 # the pool
 #
@@ -252,28 +241,6 @@ def test_a_full_cache_is_said_to_be_one() -> None:
         refused(pin(running, 1), 409, "there is no pool", "--kvflash")
 
 
-def test_two_answers_at_once_tell_what_was_chosen() -> None:
-    """Steps in a shared batch, too, say what moved."""
-    with scheduling(n_parallel=2, policy="qk", prefill="pool", opening=0) as scheduler:
-        both = [Asked(scheduler, tokens_of(2600, seed), 40) for seed in (1, 2)]
-        assert all(asked.done.n_answer for asked in both)
-        seen = scheduler.query(lambda slots: [slot.reselect for slot in slots]).result(30)
-    assert all(event and event.reason == "decode" for event in seen)
-
-
-def test_agreement_is_told_where_the_meter_runs() -> None:
-    with Running(meter=1.0, opening=0, n_parallel=1) as running:
-        ask(running, long_text(3000), max_tokens=60)
-        found = pool(running)
-        assert found["meter"] is True
-        n, agreed, divergence = found["sequences"][0]["compared"]
-        assert (found["checked"], found["agreed"]) == (n, agreed)
-        assert 0 <= agreed <= n
-        assert n >= 16
-        assert divergence >= 0
-        assert found["sequences"][0]["checked"]["n"] == 16
-
-
 def test_while_there_is_no_pool_it_says_why() -> None:
     with Running() as running:
         running.scheduler.phase = Phase.LOADING
@@ -355,25 +322,6 @@ def test_a_pin_stays_with_the_conversation_and_goes_with_it() -> None:
         found = pool(running)["sequences"][0]
         assert "p" not in found["kind"]
         assert found["text_id"] > first["text_id"]
-
-
-def test_no_more_is_pinned_than_the_pool_can_do_without(read: Running) -> None:
-    for chunk in range(32):
-        res = pin(read, chunk)
-        if res.status_code != 200:
-            break
-    refused(res, 409, "pinned chunks", "use a larger pool or pin less")
-    found = pool(read)["sequences"][0]
-    assert "p" not in found["kind"][chunk]
-    assert found["kind"].count("p") >= 1
-
-
-def test_what_an_option_pins_stays() -> None:
-    with Running(pins=((0, 128),)) as running:
-        ask(running, long_text(400))
-        assert pool(running)["sequences"][0]["kind"].startswith("pp")
-        refused(pin(running, 1, False), 409, "--set pins")
-        assert pin(running, 1, True).status_code == 200
 
 
 def test_what_is_no_pin_is_refused(read: Running) -> None:

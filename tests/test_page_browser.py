@@ -117,67 +117,6 @@ def test_chunks_by_pointer(page: Page, server: Running, document: NeedlePrompt) 
     page.until(lambda: page.text("#pin") == "Pin")
 
 
-def test_chunks_by_finger(page: Page, server: Running, document: NeedlePrompt) -> None:
-    """A finger does not point: the first tap shows the text, the second one pins."""
-    read(page, document)
-    page.tap_chunk(18)
-    page.until(lambda: shown(page, server, 18))
-    assert kind(server, 18) == "-"
-    page.tap_chunk(18)
-    page.until(lambda: kind(server, 18) == "p")
-    page.tap_chunk(18)
-    page.until(lambda: kind(server, 18) == "-")
-
-
-def test_what_cannot_be_pinned_is_said(driver: Chrome, document: NeedlePrompt) -> None:
-    with Running(pins=((0, 128),)) as running:
-        page = Page(driver, running.url)
-        page.open()
-        read(page, document)
-        page.one("#grid").send_keys(Keys.HOME, Keys.ENTER)
-        page.until(lambda: "--set pins" in page.text("#pool-alert"))
-
-
-def colour(page: Page, chunk: int) -> list[int]:
-    """Of a square, near its corner."""
-    script = """
-        const [grid, chunk] = arguments, { columns, cell, left } = grid.dataset;
-        const x = +left + (chunk % columns) * cell + 4, y = Math.floor(chunk / columns) * cell + 6;
-        const copy = new OffscreenCanvas(grid.width, grid.height).getContext("2d", { willReadFrequently: true });
-        copy.drawImage(grid, 0, 0);
-        return [...copy.getImageData(x, y, 1, 1).data];"""
-    return list(page.driver.execute_script(script, page.one("#grid"), chunk))
-
-
-def test_squares_look_as_their_chunks_are(page: Page, server: Running, document: NeedlePrompt) -> None:
-    read(page, document)
-    found = sequence(server, 2300)
-    page.one("#grid").send_keys(Keys.HOME)
-    out, kept = found["state"].rindex("0"), len(found["state"]) - 1
-    hot = next(i for i, (s, k) in enumerate(zip(found["state"], found["kind"], strict=True)) if s == "2" and k == "-")
-
-    def differ() -> bool:
-        return colour(page, out)[3] == 0 < min(colour(page, hot)[3], colour(page, kept)[3])
-
-    page.until(differ)
-    assert colour(page, hot) != colour(page, kept)
-
-
-def test_figures_say_what_it_costs(page: Page, document: NeedlePrompt) -> None:
-    read(page, document)
-    figures = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
-    assert figures["KV on the device"].endswith("MiB")
-    assert "chunks of 64 tokens" in figures["In the pool"]
-    assert "left" in figures["Moved"]
-    assert "to score" in figures["Last choice"]
-    assert "--set meter" in figures["Agreement"]
-    assert "A pool of 2,048 tokens, chosen by qk" in page.text("#summary")
-    assert page.text("#plain") == (
-        "Each square is 64 tokens of the text: the model reads the filled ones for its next word,"
-        " and empty ones wait in RAM until they matter."
-    )
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 def test_layers_choose_for_themselves(
     driver: Chrome, document: NeedlePrompt, monkeypatch: pytest.MonkeyPatch, *, on_device: bool
@@ -205,31 +144,6 @@ def test_layers_choose_for_themselves(
         grid.send_keys(Keys.HOME, Keys.ARROW_RIGHT * some)
         text = f"in the pool for {layers[some]:g} of 6 layers"
         page.until(lambda: text in grid.get_attribute("aria-valuetext"))  # once the page has asked again
-
-
-def test_a_full_cache_is_said_to_be_one(driver: Chrome) -> None:
-    with Running(pool="off") as running:
-        page = Page(driver, running.url)
-        page.open()
-        page.until(lambda: "There is no pool" in page.text("#plain"))
-        assert "Full cache" in page.text("#summary")
-        assert not page.one("#grid").is_displayed()
-        page.settle(max_tokens="2")
-        page.say("Hello")
-        assert page.text("#alert") == ""
-        assert page.errors() == []
-
-
-def test_nothing_is_asked_while_nobody_looks(page: Page) -> None:
-    """A hidden page is still; it looks again as soon as it is seen."""
-    hide = "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
-    looks = "return performance.getEntriesByName(location.origin + '/kvflash/pool').length"
-    page.driver.execute_script(hide, True)
-    page.driver.execute_script("performance.clearResourceTimings()")
-    page.driver.execute_async_script("setTimeout(arguments[0], 2500)")
-    assert page.driver.execute_script(looks) <= 1, "one that was under way"
-    page.driver.execute_script(hide + "document.dispatchEvent(new Event('visibilitychange'))", False)
-    page.until(lambda: page.driver.execute_script(looks) > 1)
 
 
 #
@@ -266,25 +180,6 @@ def test_the_key_is_asked_for(driver: Chrome) -> None:
 #
 # windows
 #
-
-
-@pytest.mark.parametrize("size", [(844, 390), (320, 200)], ids=["a phone on its side", "four times as large"])
-def test_all_of_it_can_be_reached_in_a_low_window(page: Page, size: tuple[int, int]) -> None:
-    page.open(*size)
-    for name in ("#max-tokens", "#settings .main", "#send", "#ask", "#new", "#export-all"):
-        if name == "#max-tokens":
-            page.one("#settings-open").click()
-        elif name == "#export-all":
-            page.one("#list-open").click()
-        field = page.one(name)
-        page.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
-        x, y = page.driver.execute_script(
-            "const r = arguments[0].getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]", field
-        )
-        assert 0 <= x <= size[0], name
-        assert 0 <= y <= size[1], name
-        if name == "#settings .main":
-            field.click()
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])

@@ -88,25 +88,6 @@ def test_a_conversation_by_keyboard_that_survives_a_reload(page: Page, server: R
     assert len(page.texts(".turn")) == 4, "an empty one is not kept"
 
 
-def test_a_system_prompt_comes_first(page: Page) -> None:
-    page.settle(system="Be brief.", max_tokens="3")
-    page.driver.execute_script("window.sent = []; const real = fetch; window.fetch = (path, options) => {"
-                               " if (options?.body) sent.push(options.body); return real(path, options); }")  # fmt: skip
-    page.say("Hello")
-    sent = json.loads(page.driver.execute_script("return sent[0]"))
-    assert sent["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    assert (sent["stream"], sent["max_tokens"], sent["stream_options"]) == (True, 3, {"include_usage": True})
-    assert "temperature" not in sent, "the server's, if none is given"
-
-
-def test_shift_and_enter_begin_a_line(page: Page) -> None:
-    page.settle(max_tokens="2")
-    page.one("#ask").send_keys("one", Keys.SHIFT, Keys.ENTER, Keys.NULL, "two")
-    assert page.one("#ask").get_property("value") == "one\ntwo"
-    page.say("   ")
-    assert page.text(".turn.user .text") == "one\ntwo   "
-
-
 def test_an_answer_is_stopped(page: Page, server: Running) -> None:
     """By the Escape key, and by the button. What came stays, and the server is free."""
     page.settle(max_tokens="3000", temperature="0")
@@ -161,26 +142,6 @@ def test_a_text_file_is_sent_with_the_message(page: Page, tmp_path: Path) -> Non
     assert not page.one("#files").is_displayed()
 
 
-def test_what_was_typed_meanwhile_is_kept_beside_words_given_back(driver: Chrome) -> None:
-    with Running(template="{{ raise_exception('no such roles') }}") as running:
-        page = Page(driver, running.url)
-        page.open()
-        page.until(lambda: page.text("#status") == "idle")
-        page.driver.execute_script("const real = fetch; window.fetch = async (path, options) => {"
-                                   " if (options?.body) { document.querySelector('#ask').value = 'next'; } return real(path, options); }")  # fmt: skip
-        page.say("first")
-        page.until(lambda: page.text("#alert"))
-        assert page.one("#ask").get_property("value") == "first\n\nnext"
-        page.until(lambda: any("400" in line for line in page.errors()))
-
-
-def test_any_temperature_may_be_sent_by_the_button(page: Page) -> None:
-    page.settle(temperature="0.75", max_tokens="2")
-    page.one("#ask").send_keys("Hello")
-    page.one("#send").click()
-    page.until(lambda: page.texts(".turn .note")[-1:] and "of answer" in page.texts(".turn .note")[-1])
-
-
 DAMAGE = """
 const done = arguments[1], request = indexedDB.open("kvflash", 1);
 request.onsuccess = () => {
@@ -201,20 +162,6 @@ def test_what_is_kept_may_be_damaged(page: Page, kept: str) -> None:
     page.settle(max_tokens="2")
     page.say("Hello")
     assert len(page.texts(".turn")) == 2
-
-
-def test_a_browser_that_keeps_nothing(page: Page) -> None:
-    script = "Object.defineProperty(window, 'indexedDB', {value: {open: () => { throw new Error('blocked'); }}})"
-    found = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": script})
-    try:
-        page.driver.refresh()
-        page.until(lambda: page.text("#status") == "idle")
-        assert "keeps no conversations" in page.text("#alert")
-        page.said("Yes.")
-        assert page.texts(".turn.assistant .text") == ["Yes."]
-        assert "cannot keep" in page.text("#alert")
-    finally:
-        page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", found)
 
 
 def test_what_the_server_refuses_is_shown_and_the_words_are_given_back(driver: Chrome) -> None:

@@ -1,7 +1,6 @@
 """What the page's chat can do, in a real browser: Markdown, edits, torn answers, conversations, settings, files."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,11 @@ pytest.importorskip("jinja2")
 pytest.importorskip("uvicorn")
 pytest.importorskip("selenium")
 
-from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
 from support import browser, serving
 from support.browser import Page, needs_browser, stream
 from support.changes import SERVE
-from support.serving import N_CODE, Running
-
-from pyllama_kvflash.native.sampler import RANGES
-from pyllama_kvflash.needle import NeedlePrompt
+from support.serving import Running
 
 pytestmark = [pytest.mark.native, needs_browser(), pytest.mark.nightly(SERVE)]
 
@@ -40,12 +35,6 @@ TORN = {
 def server() -> Iterator[Running]:
     with Running(policy="qk") as running:
         yield running
-
-
-def ask(running: Running, messages: list[dict[str, str]]) -> str:
-    """What the API answers."""
-    body = {"messages": messages, "max_tokens": N_CODE}
-    return str(running.post(body, "/v1/chat/completions").json()["choices"][0]["message"]["content"])
 
 
 #
@@ -89,30 +78,6 @@ def test_markdown_is_shown_and_nothing_in_it_is_obeyed(page: Page) -> None:
     assert page.text(".code .hljs-keyword") == "def"
     assert page.text(".code-head span") == "python"
     assert page.kept()[-1]["messages"][1]["content"] == MARKDOWN
-
-
-def test_a_number_with_a_point_is_no_list(page: Page) -> None:
-    page.said("42.")
-    assert page.texts(".assistant .text") == ["42."]
-
-
-def test_code_and_messages_are_copied(page: Page) -> None:
-    page.driver.execute_script("Object.defineProperty(navigator, 'clipboard', {configurable: true, value:"
-                               " {writeText: async (text) => { window.copied = text; }}})")  # fmt: skip
-    page.said(MARKDOWN, "What?")
-    copied = "return window.copied"
-    page.one(".code button").click()
-    page.until(lambda: page.text("#told") == "Copied")
-    assert page.driver.execute_script(copied) == 'def f(x: int) -> str:\n    return "<b>"'
-    for name, text in ((".assistant .acts .copy", MARKDOWN), (".user .acts .copy", "What?")):
-        page.one(name).click()
-        page.until(lambda text=text: page.driver.execute_script(copied) == text)
-    # outside of localhost there is no clipboard
-    page.driver.execute_script("Object.defineProperty(navigator, 'clipboard', {value: undefined});"
-                               " document.addEventListener('copy', () => { window.copied = String(document.activeElement.value); })")  # fmt: skip
-    page.one(".user .acts .copy").click()
-    page.until(lambda: page.text(".user .acts .copy") in {"Copied", "Not copied"})
-    assert page.driver.execute_script(copied) == "What?"
 
 
 #
@@ -181,63 +146,6 @@ def test_a_torn_answer_is_marked_and_goes_on(page: Page, why: str, more: dict[st
     assert page.texts(".assistant .torn") == [""]
     assert page.texts(".assistant .acts") == ["Copy\nRegenerate"]
     assert page.kept()[-1]["messages"][1]["content"] == "Half of the truth."
-
-
-def test_a_torn_answer_is_tried_again(page: Page) -> None:
-    page.said("Half of", reason="length")
-    page.answers(stream({"content": "All of it."}))
-    page.act("Retry")
-    page.until(lambda: page.texts(".assistant .text") == ["All of it."])
-    page.answered()
-    assert [m["role"] for m in page.asked()[0]["messages"]] == ["user"]
-
-
-def test_thoughts_go_on_too(page: Page) -> None:
-    page.answers(stream({"reasoning_content": "Hm, "}, reason="length"))
-    page.say("Hello")
-    page.answers(stream({"reasoning_content": "yes."}, {"content": "Yes."}))
-    page.act("Continue")
-    page.until(lambda: page.texts(".assistant .text") == ["Yes."])
-    page.answered()
-    assert page.asked()[0]["messages"][-1] == {"role": "assistant", "content": "", "reasoning_content": "Hm, "}
-    assert page.text(".thinking div") == "Hm, yes."
-
-
-def test_a_real_answer_goes_on_where_it_was_cut(page: Page, server: Running, document: NeedlePrompt) -> None:
-    """In two parts it is what it is at once."""
-    needle = document.needles[1]
-    page.driver.execute_script("arguments[0].value = arguments[1]", page.one("#ask"), document.text)
-    page.settle(temperature="0", max_tokens="2")
-    page.say(needle.question)
-    page.settle(max_tokens=str(N_CODE - 2))
-    page.act("Continue")
-    page.answered()
-    whole = ask(server, [{"role": "user", "content": document.text + needle.question}])
-    page.until(lambda: page.kept()[-1]["messages"][1]["content"] == whole)
-    assert needle.answer in whole
-    assert f"{N_CODE} of answer" in page.texts(".assistant .note")[0]
-
-
-def test_how_fast_it_was_is_told(page: Page) -> None:
-    page.driver.execute_script("""
-        const real = window.fetch, wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-        const parts = arguments[0].split("\\n\\n").map((part) => new TextEncoder().encode(part + "\\n\\n"));
-        window.fetch = (path, options) => path !== "v1/chat/completions" ? real(path, options) : Promise.resolve(new Response(
-          new ReadableStream({ async start(controller) {
-            for (const part of parts) { await wait(30); controller.enqueue(part); }
-            controller.close();
-          } })));""", stream({"content": "a"}, {"content": "b"}, {"content": "c"}, n=3).removesuffix("\n\n"))  # fmt: skip
-    page.say("Hello")
-    note = page.texts(".assistant .note")[0]
-    match = re.fullmatch(
-        r"([\d.]+) tok/s · first token after ([\d.]+) m?s · 3 of answer · 1,234 of prompt: 1,000 cached, 234 new", note
-    )
-    assert match, note
-    assert 0 < float(match[1]) < 1000 / 30 + 1, "two tokens after the first, with 30 ms before each"
-    figures = page.kept()[-1]["messages"][1]["figures"]
-    assert figures["first"] >= 0.03
-    page.driver.refresh()
-    page.until(lambda: page.texts(".assistant .note") == [note])
 
 
 #
@@ -360,85 +268,6 @@ def test_all_settings_are_sent(page: Page) -> None:
     assert page.asked()[0].keys() == {"messages", "stream", "stream_options"}
 
 
-def test_settings_are_those_that_the_server_has(page: Page, server: Running) -> None:
-    """Their values stand in the fields; each is taken by the server."""
-    params = server.http.get("/props").json()["default_generation_settings"]["params"]
-    assert page.one("#temperature").get_attribute("placeholder") == f"{params['temperature']:.4g}"
-    script = (
-        "return [...document.querySelectorAll('#more input')].map((e) => [e.id.replaceAll('-', '_'), e.min, e.max])"
-    )
-    there = {name: (float(low), float(high)) for name, low, high in page.driver.execute_script(script)}
-    assert there == {name: (low, high) for name, (_, low, high) in RANGES.items()}
-    assert page.one("#samplers").get_attribute("placeholder") == ", ".join(params["samplers"])
-    body = {
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 1,
-        **{name: params[name] for name in there},
-    }
-    res = server.post(body, "/v1/chat/completions")
-    assert res.status_code == 200
-    assert "KVFlash-Warning" not in res.headers, "none is unknown"
-
-
-def test_the_context_is_counted_before_sending(page: Page, server: Running, tmp_path: Path) -> None:
-    def n(text: str) -> int:
-        return len(server.http.post("/tokenize", json={"content": text}).json()["tokens"])
-
-    page.one("#ask").send_keys("Hello there, who are you?")
-    page.until(lambda: page.text("#gauge-text") == f"about {n('Hello there, who are you?')} of 4,096 tokens")
-    (tmp_path / "book.txt").write_text("word " * 5000, "utf-8")
-    page.one("#file").send_keys(str(tmp_path / "book.txt"))
-    page.until(lambda: "more than the context holds" in page.text("#gauge-over"))
-    assert page.one("#gauge-over").get_attribute("role") == "status"
-    page.one("#files button").click()
-    page.until(lambda: not page.text("#gauge-over"))
-    page.said("Yes.", "?")
-    page.until(lambda: page.text("#gauge-text") == "1,239 of 4,096 tokens")
-    page.one("#ask").send_keys("More")
-    page.until(lambda: page.text("#gauge-text") == f"about {1239 + n('More'):,} of 4,096 tokens")
-
-
-def test_the_model_is_told(page: Page, server: Running) -> None:
-    page.one("#model").click()
-    rows = dict(zip(page.texts("#model-figures dt"), page.texts("#model-figures dd"), strict=True))
-    assert rows["Name"] == server.http.get("/props").json()["model_alias"]
-    assert rows["Pool"] == "2,048 tokens, chosen by qk"
-    assert rows["Context"].startswith("4,096 tokens; the model was trained for ")
-    assert rows["Layers"] == "6"
-    page.type(Keys.ESCAPE)
-    assert not page.one("#model-dialog").is_displayed()
-
-
-def test_the_theme_is_the_system_s_or_the_user_s(page: Page) -> None:
-    colour = "return getComputedStyle(document.body).backgroundColor"
-    light = page.driver.execute_script(colour)
-    page.driver.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    )
-    page.until(lambda: page.driver.execute_script(colour) != light)
-    page.one("#settings-open").click()
-    page.one("#theme").send_keys("light")
-    page.until(lambda: page.driver.execute_script(colour) == light)
-    page.driver.refresh()
-    page.until(lambda: page.text("#status") == "idle")
-    assert page.driver.execute_script(colour) == light
-    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-def test_the_pool_folds_and_stays_so(page: Page) -> None:
-    wide = page.one("#chat").size["width"]
-    button = page.one("#pool-open")
-    assert button.get_attribute("aria-expanded") == "true"
-    button.click()
-    assert not page.one("#pool").is_displayed()
-    assert page.one("#chat").size["width"] > wide
-    page.driver.refresh()
-    assert not page.one("#pool").is_displayed()
-    assert page.one("#pool-open").get_attribute("aria-expanded") == "false"
-    page.one("#pool-open").click()
-    assert page.one("#pool").is_displayed()
-
-
 #
 # files
 #
@@ -480,16 +309,3 @@ def test_several_files_and_the_text_of_a_pdf(page: Page, tmp_path: Path) -> None
     page.until(lambda: page.texts(".user .files pre") == ["Call me Ishmael."])
     page.said("Yes.", "And?")
     assert page.asked()[0]["messages"][0]["content"] == whole
-
-
-def test_the_panel_is_folded_where_there_is_no_pool(driver: Chrome) -> None:
-    """Until it is opened, which lasts."""
-    with Running(pool="off") as running:
-        page = Page(driver, running.url)
-        page.open()
-        page.until(lambda: "folded" in page.driver.execute_script("return document.body.className"))
-        page.one("#pool-open").click()
-        page.driver.refresh()
-        page.until(lambda: page.text("#model"))  # it knows the server
-        page.until(lambda: "folded" not in page.driver.execute_script("return document.body.className"))
-        page.driver.execute_script("localStorage.clear()")

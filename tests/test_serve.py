@@ -1,10 +1,8 @@
 """The server: what clients of the OpenAI protocol get, and that nothing they do stops it."""
 
-import contextlib
 import json
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,14 +16,13 @@ pytest.importorskip("uvicorn")
 
 import httpx
 import openai
-from support import needles, serving
-from support.changes import SERVE
+from support import serving
 from support.rounding import Chosen
-from support.serving import N_CODE, NAME, SMALL, Running, alone, check_all, long_text, sse, until
+from support.serving import NAME, SMALL, Running, alone, long_text, sse, until
 
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import Model
-from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
+from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = pytest.mark.native
 
@@ -38,68 +35,6 @@ server = serving.server
 #
 # answers
 #
-
-
-@pytest.mark.nightly(SERVE)
-def test_two_clients_whose_prompts_are_longer_than_the_pool() -> None:
-    """Read by turns, each exactly: every code is found, and said as with a full cache alone. Then each asks again."""
-    documents = [needles.document(n, seed=seed) for n, seed in ((2400, 3), (2900, 4))]
-    asked = [
-        [
-            document.text + "".join(f"{n.question} {n.answer}.\n" for n in order[:i]) + order[i].question
-            for i in range(2)
-        ]
-        for document in documents
-        for order in [[document.needles[j] for j in (1, 3)]]
-    ]
-    answers = [[document.needles[j].answer for j in (1, 3)] for document in documents]
-    with Running() as running, ThreadPoolExecutor(2) as clients:
-        n_streamed = 0
-        for turn in range(2):
-            prompts = [texts[turn] for texts in asked]
-            want = alone(prompts, N_CODE, pool="off")
-            said = list(clients.map(lambda prompt: running.text(prompt=prompt, max_tokens=N_CODE), prompts))
-            assert said == want
-            assert all(text.startswith(f" {codes[turn]}") for text, codes in zip(said, answers, strict=True))
-            assert running.scheduler.kv
-            panes = running.scheduler.kv.sequence.reads_exactly.ctx.pane_info()
-            assert panes.n_bytes > n_streamed
-            n_streamed = panes.n_bytes
-            until(running.idle)
-            assert all(kv.n_tokens > SMALL["pool"] for kv in running.scheduler.kv.sequences)
-            check_all(running.scheduler)
-        found = running.metrics()
-    assert found['prefix_cache_tokens_total{source="memory"}'] > 2400 + 2900 - 100, "only what is new is read"
-
-
-@pytest.mark.nightly(SERVE)
-def test_three_turns(document: NeedlePrompt) -> None:
-    """With OpenAI's own client: each question is answered, only what is new is read, and a fresh server says the same."""
-    needles = [document.needles[i] for i in (1, 3, 0)]
-    messages: list[Any] = []
-    with contextlib.ExitStack() as stack:
-        warm = stack.enter_context(Running())
-        client = stack.enter_context(openai.OpenAI(base_url=f"{warm.url}/v1", api_key="-", max_retries=0))
-        for turn, needle in enumerate(needles):
-            messages.append({"role": "user", "content": (document.text if turn == 0 else "") + needle.question})
-            ask = {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 12, "stop": ["\n"]}
-            res = client.chat.completions.create(**ask)
-            choice = res.choices[0]
-            assert choice.message.content == f" {needle.answer}."
-            assert choice.finish_reason == "stop"
-            cached = res.usage.prompt_tokens_details.cached_tokens
-            assert cached == 0 if turn == 0 else cached > 2400
-            assert res.usage.total_tokens == res.usage.prompt_tokens + res.usage.completion_tokens
-            with Running() as cold, openai.OpenAI(base_url=f"{cold.url}/v1", api_key="-", max_retries=0) as other:
-                again = other.chat.completions.create(**ask)
-                assert again.choices[0].message.content == choice.message.content
-                assert again.usage.prompt_tokens == res.usage.prompt_tokens
-                assert again.usage.prompt_tokens_details.cached_tokens == 0
-            chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
-            assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == choice.message.content
-            assert chunks[-2].choices[0].finish_reason == "stop"
-            assert chunks[-1].usage.completion_tokens == res.usage.completion_tokens
-            messages.append({"role": "assistant", "content": choice.message.content})
 
 
 def test_a_completion_is_what_generate_says(server: Running, chosen: Chosen) -> None:
@@ -145,17 +80,6 @@ def test_a_stream_is_the_whole_in_parts(server: Running, chosen: Chosen) -> None
     assert "".join(e["choices"][0]["text"] for e in events[:-1]) == whole["choices"][0]["text"]
 
 
-@pytest.mark.usefixtures("chosen")
-def test_seeds_and_samplers(server: Running) -> None:
-    start = "Nobody remembers a"
-    ask = {"prompt": start, "temperature": 1.5, "max_tokens": 12}
-    same = [server.text(**ask, seed=-(2**40)) for _ in range(2)]
-    assert same[0] == same[1]
-    assert len({server.text(**ask) for _ in range(4)}) > 1
-    assert server.text(**ask, top_k=1) == server.text(prompt=start, max_tokens=12)
-    assert server.text(**ask, top_p=0, min_p=0, repeat_penalty=1.0) == server.text(prompt=start, max_tokens=12)
-
-
 def test_limit_of_the_server() -> None:
     with Running(n_predict=5) as running:
         res = [running.post({"prompt": "x", "max_tokens": n}).json()["usage"]["completion_tokens"] for n in (3, 50)]
@@ -179,19 +103,6 @@ def test_the_context_ends_an_answer(server: Running) -> None:
     assert res.status_code == 400
     assert res.json()["error"]["code"] == "context_length_exceeded"
     assert "4,097 tokens, and the context 4,096" in res.json()["error"]["message"]
-
-
-def test_a_model_without_a_template_has_a_plain_one() -> None:
-    with Running(template=None) as running:
-        res = running.post(
-            {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}, "/v1/chat/completions"
-        )
-        assert res.status_code == 200
-    with Running(template="{{ raise_exception('roles must alternate') }}") as running:
-        res = running.post({"messages": [{"role": "user", "content": "hello"}]}, "/v1/chat/completions")
-        assert res.status_code == 400
-        assert "roles must alternate" in res.json()["error"]["message"]
-        assert running.idle()
 
 
 #
@@ -317,15 +228,6 @@ def test_a_grammar_that_is_none(server: Running) -> None:
     assert server.post({"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_biases_and_penalties_change_what_is_said(server: Running) -> None:
-    with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
-        piece = model.piece(77).decode()
-    said = server.text(prompt="x", max_tokens=4, logit_bias={"77": 100})
-    assert said.strip() == (piece * 4).strip()
-    plain, other = (server.text(prompt=long_text(40), max_tokens=30, presence_penalty=p) for p in (0, 2))
-    assert plain != other
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -349,14 +251,6 @@ def test_bad_completions(server: Running, body: dict[str, Any], words: str) -> N
     res = server.http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
     assert res.status_code == 400
     assert words in res.json()["error"]["message"]
-
-
-def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
-    body = {
-        "prompt": "x", "n": 1, "best_of": 1, "echo": False, "logprobs": None, "logit_bias": {}, "presence_penalty": 0.0,
-        "frequency_penalty": 0, "suffix": None, "user": "me", "stream": False, "stream_options": None, "stop": None,
-    }  # fmt: skip
-    assert server.post({**body, "model": NAME}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -488,20 +382,6 @@ def test_an_engine_error_as_clients_see_it(server: Running, monkeypatch: pytest.
     assert server.idle()
 
 
-def test_a_client_that_leaves_while_its_prompt_is_read(server: Running) -> None:
-    read = server.metrics()["prefill_tokens_total"]
-    with pytest.raises(httpx.ReadTimeout):
-        server.post({"prompt": "Read, read. " + long_text(3800)}, timeout=0.2)
-    until(server.idle)
-    assert server.metrics()["prefill_tokens_total"] - read < 3000
-
-
-def test_models(server: Running) -> None:
-    found = server.http.get("/v1/models").json()
-    assert [m["id"] for m in found["data"]] == [NAME]
-    assert found["data"][0]["context_length"] == 4096
-
-
 def test_key() -> None:
     with Running(key="secret") as running, httpx.Client(base_url=running.url) as http:
         assert http.get("/health").status_code == 200
@@ -535,8 +415,3 @@ def test_a_foreign_page_cannot_have_its_name_point_here(server: Running, host: s
         assert res.json()["error"]["code"] == "unknown_host"
         assert "start the server with --api-key" in res.json()["error"]["message"]
     assert server.http.get("/health", headers={"Host": host}).status_code == 200
-
-
-def test_any_name_will_do_with_a_key() -> None:
-    with Running(key="secret") as running:
-        assert running.http.get("/v1/models", headers={"Host": "models.example"}).status_code == 200

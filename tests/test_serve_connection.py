@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import http.client
 import json
-import logging
 import resource
 import socket
 import zlib
@@ -160,14 +159,6 @@ def test_a_client_that_left_is_noticed_while_it_waits(streamed: bool) -> None:
         assert running.health()["busy"] == 1
 
 
-def test_a_request_that_ends_before_its_body(server: Running) -> None:
-    with connect(server) as client:
-        client.sendall(request()[:-3])
-        client.shutdown(socket.SHUT_WR)
-        assert rest(client) == b""
-    assert server.idle()
-
-
 def test_a_body_is_asked_for_if_the_client_waits(server: Running) -> None:
     head, _, body = request().partition(b"\r\n\r\n")
     with connect(server) as client:
@@ -204,17 +195,6 @@ def test_bytes_that_are_not_http(server: Running, parts: list[bytes], status: in
     error = json.loads(answer(data))["error"]
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"
-
-
-def test_what_is_not_http_after_an_answer(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """The answer came before the end of the body."""
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Encoding: br\r\n\r\n"
-    with connect(server) as client:
-        client.sendall(head)
-        assert client.recv(4096).startswith(b"HTTP/1.1 415 ")
-        client.sendall(b"zz\r\n")
-        assert b" 400 " not in rest(client), "it has its answer"
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_a_client_that_offers_another_protocol(server: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -316,15 +296,3 @@ def test_a_prefix_that_is_none(prefix: str) -> None:
     res = CliRunner().invoke(main, ["serve", "--api-prefix", prefix])
     assert res.exit_code == 2
     assert "is not a prefix of paths" in res.output
-
-
-@pytest.mark.nightly(SERVE)
-def test_options_of_the_command() -> None:
-    with server_process(
-        "-c", "512", "--prefix-cache", "off", "-t", "1", "--api-prefix", "/llm/", "--keep-alive", "0.1"
-    ) as process:
-        assert process.url.endswith("/llm")
-        assert httpx.get(f"{process.url}/health").status_code == 200
-        url = httpx.URL(process.url)
-        with socket.create_connection((url.host, url.port), timeout=60) as client:
-            assert client.recv(1) == b""

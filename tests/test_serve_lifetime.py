@@ -30,14 +30,13 @@ from support import serving
 from support.changes import SERVE
 from support.commands import SCRIPT
 from support.processes import server_process
-from support.serving import Asked, Running, begun, check_all, long_text, open_needle, sse, stream, tokens_of, until
+from support.serving import Running, begun, check_all, long_text, open_needle, sse, stream, until
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import ModelError
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
-from pyllama_kvflash.serve.job import Finished
-from pyllama_kvflash.serve.scheduler import Phase, Scheduler
+from pyllama_kvflash.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.native
 
@@ -82,13 +81,6 @@ def test_a_full_queue_and_clients_that_leave() -> None:
         assert found['requests_total{outcome="cancelled"}'] == 4
         assert found['requests_total{outcome="rejected"}'] == 1
         assert found['requests_total{outcome="ok"}'] == 1
-
-
-def test_one_that_waits_is_answered() -> None:
-    with Running(n_parallel=1) as running:
-        first = Asked(running.scheduler, tokens_of(10), 200)
-        assert running.text(prompt="x")
-        assert isinstance(first.updates[-1], Finished), "one after the other"
 
 
 def test_metrics(server: Running) -> None:
@@ -163,24 +155,6 @@ def test_stopping_lets_answers_be_finished() -> None:
         events, _ = sse(text + "".join(parts))
         assert events[-1] == "[DONE]"
         assert events[-2]["choices"][0]["finish_reason"] == "length"
-
-
-def test_ending_ends_answers_as_they_are() -> None:
-    with Running(n_parallel=1) as running:
-        results: list[Any] = []
-        waiting = threading.Thread(target=lambda: results.append(running.post({"prompt": "x"})))
-        with stream(running, 3500) as parts:
-            text = begun(parts)
-            waiting.start()
-            until(lambda: running.health()["queue"] == 1)
-            running.scheduler.end()
-            text += "".join(parts)
-        waiting.join(30)
-        assert results[0].status_code == 503
-        assert text.endswith("data: [DONE]\n\n")
-        assert '"finish_reason":"stop"' in text
-        assert running.scheduler.join(30)
-        assert running.scheduler.phase == Phase.CLOSED
 
 
 @pytest.mark.parametrize("streams", [True, False])

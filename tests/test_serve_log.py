@@ -1,6 +1,5 @@
 """The server's log: a line for each request that says who asked for what, and how it was served."""
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +15,7 @@ pytest.importorskip("uvicorn")
 from support import serving
 from support.serving import Running, begun, stream, until
 
-from pyllama_kvflash.serve.job import Finished, Timing
-from pyllama_kvflash.serve.log import Entry, shown_body
+from pyllama_kvflash.serve.log import shown_body
 
 pytestmark = [pytest.mark.native]
 
@@ -85,31 +83,6 @@ def test_no_key_and_bodies() -> None:
     assert "'api_key' is not a known field" in unknown
     assert "200" in answered
     assert "a-key" not in "".join(running.notes)
-
-
-@pytest.mark.slow
-def test_json() -> None:
-    with Running(log_format="json") as running:
-        running.post({**BODY, "n": 2})
-        found = json.loads(lines(running, 1)[-1])
-    assert set(found) == set(Entry.__dataclass_fields__)
-    assert found["status"] == 200
-    assert found["n_answer"] == 6
-    assert found["n_prompt"] > found["n_cached"] == 0
-    assert found["reason"] == "length"
-    assert 0 < found["first_s"] <= found["seconds"]
-
-
-def test_several_answers_are_one_request() -> None:
-    """The second one finds the prompt read: what was read is what the first one read."""
-    entry = Entry("2026-01-02T03:04:05+00:00", "me", "POST", "/v1/completions", 200)
-    entry.finished(Finished("length", 100, 40, 5, 2.0, first_s=0.5, timing=Timing(60, 0.5, 5, 1.5)))
-    entry.finished(Finished("eos", 100, 99, 6, 1.0, first_s=2.1, timing=Timing(1, 0.1, 6, 0.5)))
-    entry.seconds = 3.0
-    assert str(entry) == (
-        "03:04:05 me POST /v1/completions 200: prompt 100 (40 cached, 60 read), answer 11, first token 0.50 s, 5.0 tok/s,"
-        " 3.00 s, eos"
-    )
 
 
 @pytest.mark.parametrize(

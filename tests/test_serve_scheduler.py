@@ -4,7 +4,6 @@ import itertools
 import threading
 from collections import Counter
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,24 +27,12 @@ from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.serve import prefixes
 from pyllama_kvflash.serve.job import Failed, Finished, Reading, Text
-from pyllama_kvflash.serve.prefixes import Write
 from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull
 
 pytestmark = pytest.mark.native
 
 chosen = serving.chosen
 environment = serving.environment
-
-
-def test_many_at_once_say_what_each_says_alone(chosen: Chosen) -> None:
-    """More than there are sequences, of all lengths; with a full cache, so that rounding is all that differs."""
-    prompts = [tokens_of(n, n) for n in (5, 700, 130, 64, 300, 1)]
-    want = alone(prompts, 10, pool="off")
-    with scheduling(pool="off", n_parallel=3) as scheduler:
-        asked = [Asked(scheduler, prompt, 10) for prompt in prompts]
-        assert [a.text for a in asked] == want
-        assert [a.done.n_prompt for a in asked] == [5, 700, 130, 64, 300, 1]
-    assert chosen.n_held == 6 * 10
 
 
 def test_a_long_prompt_does_not_stop_an_answer() -> None:
@@ -300,18 +287,6 @@ def test_prefixes_on_disk(chosen: Chosen) -> None:
         assert found["prefix_cache_misses_total"] == 3
 
 
-def test_a_conversation_is_written_again_once_a_sixteenth_of_it_is_new() -> None:
-    """And what is still missing at the server's end."""
-    cache, text = FakeCache(), tokens_of(1600, 1)
-    with scheduling(cache=cache, cache_min=40, n_parallel=1) as scheduler:
-        for n, n_saved in ((1500, 1), (1550, 1), (1600, 2)):
-            assert Asked(scheduler, text[:n]).done
-            until(lambda: scheduler.n_busy == 0)
-            assert cache.calls["save"] == n_saved
-        assert Asked(scheduler, [*text, *tokens_of(50, 2)]).done
-    assert cache.calls["save"] == 3
-
-
 def test_a_file_with_little_more_than_memory_has_is_not_restored() -> None:
     cache, text = FakeCache(), tokens_of(900, 1)
     with scheduling(cache=cache, cache_min=300, n_parallel=1) as scheduler:
@@ -364,18 +339,6 @@ def test_a_cache_that_cannot_keep_what_the_model_has_is_told_once_and_not_asked(
     assert not cache.calls
     [warning] = [record.message for record in caplog.records]
     assert warning.startswith("no prompt is kept in --prefix-cache: its files are made of the chunks of a pool")
-
-
-def test_the_cache_of_snapshots(questions: list[list[int]], tmp_path: Path) -> None:
-    """What one server read is there for the next one, even if it was ended at once."""
-    cache = pytest.importorskip("pyllama_kvflash.snapshot.cache").PrefixCache
-    with scheduling(cache=cache(tmp_path, 1 << 30), cache_min=300) as scheduler:
-        want = Asked(scheduler, questions[0], N_CODE).text
-    with scheduling(cache=cache(tmp_path, 1 << 30), cache_min=300) as scheduler:
-        again = Asked(scheduler, questions[0], N_CODE)
-        assert again.text == want
-        assert again.done.n_cached >= 256
-        assert parse_metrics(scheduler.metrics.text())['prefix_cache_hits_total{source="disk"}'] == 1
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -458,11 +421,3 @@ def test_an_engine_that_is_closed_under_the_scheduler() -> None:
         assert isinstance(scheduler.error, UsageError)
         with pytest.raises(NotReady):
             scheduler.admit()
-
-
-def test_a_file_reaches_to_where_it_can_be_continued() -> None:
-    """A branch does not wait for a file that is being written, if that has only what comes after the branch."""
-    write = Write(np.arange(100, dtype=np.int32), (64, 100), Future())
-    assert write.reach(np.arange(200, dtype=np.int32)) == 100
-    assert write.reach(np.append(np.arange(99, dtype=np.int32), 7)) == 64
-    assert write.reach(np.arange(63, dtype=np.int32)) == 0

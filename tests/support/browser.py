@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.actions.action_builder import ActionBuilder
-from selenium.webdriver.common.actions.interaction import POINTER_TOUCH
-from selenium.webdriver.common.actions.pointer_input import PointerInput
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -188,13 +185,6 @@ class Page:
     def point_at_chunk(self, chunk: int) -> None:
         """Move the pointer to the square of a chunk."""
         self._at(chunk).perform()
-
-    def tap_chunk(self, chunk: int) -> None:
-        """Touch the square of a chunk with a finger."""
-        touch = ActionBuilder(self.driver, mouse=PointerInput(POINTER_TOUCH, "finger"))
-        grid = self.one("#grid")
-        touch.pointer_action.move_to(grid, *self._offset(grid, chunk)).pointer_down().pointer_up()
-        touch.perform()
 
     def _at(self, chunk: int) -> ActionChains:
         grid = self.one("#grid")

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import pyllama_kvflash
@@ -130,15 +129,6 @@ def cut_off_at_every_line(
         run(last)
     assert lost == []
     return kv, places
-
-
-class NoMemory:
-    """numpy, without any for new arrays."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in {"full", "empty", "zeros", "ones"}:
-            raise MemoryError
-        return getattr(np, name)
 
 
 def no_memory(_size: int) -> Any:
