@@ -1,6 +1,5 @@
 """`kvflash ask`: questions about files, which are read while they are typed; and what files may be."""
 
-import json
 import re
 import threading
 from collections.abc import Iterator
@@ -13,12 +12,12 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import RUNTIME, USAGE, check_error, good, invoke
+from support.commands import USAGE, good
 from support.documents import docx, pdf
 from support.terminal import Terminal
 
 from pyllama_kvflash import native
-from pyllama_kvflash.cli import documents, kept
+from pyllama_kvflash.cli import documents
 from pyllama_kvflash.cli.ahead import Ahead
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter
@@ -68,26 +67,6 @@ def test_questions_of_the_command_line(document: Any, folder: Path) -> None:
     assert read[0] > 2000
     assert read[1] < 100
     assert len(res.stderr.splitlines()) == 4, "what runs, and what each answer took"
-
-
-def test_questions_of_a_pipe_and_the_names_of_files(document: Any, folder: Path) -> None:
-    one, saved = document.needles[1], folder / "talk.json"
-    res = ask(folder, text=f"{one.question}\n/save {saved}\n")
-    assert res.stdout.splitlines() == [f"{one.answer}."]
-    said = json.loads(saved.read_text())[0]["content"]
-    assert said.startswith("File first.txt:\n\n")
-    assert "\n\nFile second.txt:\n\n" in said
-
-
-def test_what_was_read_is_kept(document: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_SLOW", 0.0)
-    a, b = document.needles[0], document.needles[-1]
-    assert f"what was read is kept in {folder / 'cache' / 'kvflash' / 'prefix'}" in ask(folder, "-p", a.question).stderr
-    res = ask(folder, "-p", b.question)
-    assert res.stdout == f"{b.answer}.\n"
-    assert "from the prefix cache" in res.stderr
-    assert int(re.findall(r"read ([\d,]+) tokens", res.stderr)[0]) < 100
-    assert "prefix cache" not in ask(folder, "-p", b.question, "--prefix-cache", "off").stderr
 
 
 def test_a_file_is_read_while_a_question_is_typed(document: Any, folder: Path) -> None:
@@ -179,23 +158,6 @@ def test_a_run_without_a_prompt_is_a_conversation(tmp_path: Path) -> None:
         assert terminal.process.wait(20) == USAGE
     finally:
         terminal.close()
-
-
-def test_what_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    book = str(folder / "first.txt")
-    check_error(invoke("ask"), USAGE, "there is no model to ask about book.txt")
-    check_error(invoke("ask", book), USAGE, "there is no model to ask about", "kvflash ask model.gguf")
-    check_error(invoke("ask", str(BUNDLED_MODEL)), USAGE, "there is no file to ask about")
-    check_error(invoke("ask", str(BUNDLED_MODEL), str(folder)), USAGE, "cannot be read: Is a directory")
-    check_error(invoke("ask", str(BUNDLED_MODEL), book, "-n", "0"), USAGE, "-n/--predict is 0")
-    check_error(invoke("ask", str(BUNDLED_MODEL), book, "-p", " "), USAGE, "the question is empty")
-    res = invoke("ask", str(BUNDLED_MODEL), book, *SMALL, "-c", "256", "-p", "x")
-    assert (res.exit_code, "do not fit the context of 256" in res.stderr) == (USAGE, True)
-    res = invoke("ask", str(BUNDLED_MODEL), book, *SMALL, "-p", "x", "-p", "word " * 5000)
-    assert (res.exit_code, "do not fit" in res.stderr) == (USAGE, True), "a question without an answer is a failure"
-    monkeypatch.setenv("LLAMA_ARG_MODEL", str(BUNDLED_MODEL))
-    assert good("ask", book, *SMALL, "-p", "x").stdout, "the model is the environment's"
-    assert invoke("ask", "-m", str(folder / "t.jinja"), book, "-p", "x").exit_code == RUNTIME
 
 
 #

@@ -18,30 +18,11 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.changes import ENGINE
 from support.commands import INTERRUPTED, SCRIPT, TIMEOUT, Ended, check_error, check_plain, kvflash
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", reason="signals, limits and /dev")]
 
 environment = commands.environment
-
-
-@pytest.mark.nightly(ENGINE)
-def test_two_runs_at_once() -> None:
-    args = [SCRIPT, "run", "-f", "-", "-c", "4K", "-b", "64", "--kvflash", "768", "-n", "16", "--temp", "0", "-q"]
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(subprocess.Popen(args, **pipes)) for _ in range(2)]
-        for run in runs:
-            assert run.stdin
-            run.stdin.write(b"word " * 1500)
-            run.stdin.close()
-            run.stdin = None
-        results = [run.communicate(timeout=TIMEOUT) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], results
-    assert results[0] == results[1]
-    assert len(results[0][0]) > 1
-    assert results[0][1] == b""
 
 
 @contextlib.contextmanager
@@ -111,18 +92,6 @@ def test_interrupt_during_prefill(book: Path) -> None:
     assert int((n_prompt[1] or "0").replace(",", "")) < 50_000  # none, if the machine is busy
 
 
-def test_interrupt_during_prefill_json(book: Path) -> None:
-    with started("run", "-f", book, *LONG, "--json") as process:
-        read_until(process.stderr, b"pool of")
-        time.sleep(0.5)
-        res = interrupt(process)
-    check_plain(res)
-    assert res.code == INTERRUPTED
-    found = json.loads(res.out)
-    assert (found["reason"], found["text"]) == ("interrupted", "")
-    assert found["stats"]["n_generated"] == 0
-
-
 def test_interrupt_during_decode() -> None:
     with started(*ENDLESS) as process:
         res = interrupt(process, read_until(process.stdout, b" ", 20))
@@ -167,16 +136,6 @@ def test_interrupt_during_decode_json() -> None:
     assert found["stats"]["n_generated"] > 0
 
 
-def test_interrupt_during_decode_jsonl() -> None:
-    with started(*ENDLESS, "--jsonl") as process:
-        res = interrupt(process, read_until(process.stdout, b'"token"'))
-    check_plain(res)
-    assert res.code == INTERRUPTED
-    events = [json.loads(line) for line in res.out.splitlines()]
-    assert (events[-1]["event"], events[-1]["reason"]) == ("done", "interrupted")
-    assert sum(e["event"] == "token" for e in events) == events[-1]["stats"]["n_generated"]
-
-
 def test_impatient_interrupts() -> None:
     with started(*ENDLESS) as process:
         res = interrupt(process, read_until(process.stdout, b" "), times=5)
@@ -205,18 +164,6 @@ def test_interrupt_during_load(n: int, form: tuple[str, ...]) -> None:
         out, err = process.communicate(timeout=TIMEOUT)
     res = Ended(process.returncode, out.decode(), err.decode())
     check_error(res, INTERRUPTED, "interrupted")
-
-
-@pytest.mark.nightly(ENGINE)
-def test_interrupt_at_any_time(book: Path) -> None:
-    """From the first line on stderr on."""
-    for delay in (0, 0.01, 0.02, 0.03, 0.05, 0.1):
-        with started("run", "-f", book, *LONG) as process:
-            read_until(process.stderr, b"no model given")
-            time.sleep(delay)
-            res = interrupt(process)
-        check_plain(res)
-        assert res.code == INTERRUPTED, delay
 
 
 def test_interrupt_a_bench(tmp_path: Path) -> None:

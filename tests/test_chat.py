@@ -220,14 +220,6 @@ def test_commands(document: Any, template: str) -> None:
     assert talk("/usr/bin is a path\n").stdout
 
 
-def test_what_does_not_fit_was_not_said() -> None:
-    res = talk("word " * 3000 + "\nhello\n", "-q")
-    assert res.exit_code == 0
-    assert "do not fit the context of 2,048" in res.stderr
-    assert "/clear begins a new conversation" in res.stderr
-    assert res.stdout == talk("hello\n", "-q").stdout
-
-
 def test_the_oldest_turns_are_left_out_of_a_full_context(template: str) -> None:
     """The system prompt and the last message stay; a message that does not fit alone is refused."""
     said = "\n".join(f"{i} " + "word " * 40 for i in range(4))
@@ -329,21 +321,6 @@ def test_messages_are_taken_back_and_answered_again(document: Any, template: str
     assert f"{saved} is there already: give another name" in res.stderr
 
 
-def test_commands_that_cannot_be_obeyed(tmp_path: Path) -> None:
-    bad = f"/undo\n/regen\n/file\n/file {tmp_path / 'none'}\n/save\n/save {tmp_path / 'no' / 'talk.json'}\n/help\n"
-    res = talk(bad)
-    assert (res.exit_code, res.stdout) == (1, ""), "that of the last failure: a file that cannot be written"
-    assert res.stderr.count("there is no message yet") == 2
-    for words in (
-        "a file is wanted",
-        "cannot be read: No such file",
-        "/save needs the name",
-        "cannot be written: No such file",
-    ):
-        assert words in res.stderr
-    assert "/regen         answer the last message again" in res.stderr
-
-
 def test_the_system_prompt_is_replaced(template: str, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     res = talk(
@@ -391,17 +368,3 @@ def test_a_terminal() -> None:
         assert terminal.process.wait(20) == 0
     finally:
         terminal.close()
-
-
-def test_the_seed_of_an_answer_is_shown(template: str) -> None:
-    """With it the answer comes again."""
-    seeds = [
-        re.findall(
-            r"^seed +(\S+)",
-            talk("one\n/stats\n", "--temp", temp, "--chat-template-file", template).stderr,
-            re.MULTILINE,
-        )
-        for temp in ("0.8", "0")
-    ]
-    assert seeds[0][0].isdecimal()
-    assert seeds[1] == ["greedy"]

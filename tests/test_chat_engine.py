@@ -103,19 +103,6 @@ def test_calls_come_piece_by_piece(engine: ChatEngine, size: int) -> None:
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
 
 
-def test_content_alone(engine: ChatEngine) -> None:
-    text = "2 < 3, and <tool> is no call. 日本語 🎉"
-    assert told(pieces(engine.apply(request()), text, 3)) == (text, "", [])
-
-
-def test_a_call_that_was_cut_off(engine: ChatEngine) -> None:
-    reply = Reply(engine.apply(request()))
-    *_, calls = told(reply.push('<tool_call>\n{"name": "weather", "arguments": {"city": "Par'))
-    assert calls[0]["name"] == "weather"
-    assert calls[0]["arguments"] == '{"city": "Par'
-    assert reply.push("", partial=True) == []
-
-
 def test_what_is_no_answer_of_the_template(engine: ChatEngine) -> None:
     """A call of no tool that there is, say: whoever asks goes on with it as text."""
     reply = Reply(engine.apply(request(tool_choice="required")))
@@ -177,16 +164,6 @@ def test_a_required_call_is_made(kv: KVFlash, engine: ChatEngine, seed: int) -> 
         assert all(type(v) is int for v in json.loads(call["arguments"]).values())
     else:
         assert text.lstrip().startswith("<tool_call>"), "between its words there may be much space"
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_one_call_where_only_one_may_be(kv: KVFlash, engine: ChatEngine, several: bool) -> None:
-    """By a model that would rather not end: it ends where the grammar has nothing more."""
-    rendered = engine.apply(request(tools=[tool("now")], tool_choice="required", parallel_tool_calls=several))
-    end = int(kv.model.meta("tokenizer.ggml.eos_token_id") or 0)
-    text = answer(kv, rendered.prompt, rendered.grammar, logit_bias=((end, -100.0),))
-    assert (text.count('"now"') > 1) == several
-    assert several or text.rstrip().endswith("</tool_call>")
 
 
 def test_a_lazy_grammar_begins_with_its_trigger(kv: KVFlash) -> None:
@@ -274,17 +251,6 @@ def test_what_takes_too_much_is_not_tried_twice(model: Model, source: str, monke
 def test_nor_are_texts_that_grow_at_once(made: str) -> None:
     with pytest.raises(UsageError, match="too large"):
         ChatTemplate("{% set big = 'a' * 99999 %}{{ (" + made + ") | length }}").render([ASKED])
-
-
-def test_usual_texts_are_not_too_large() -> None:
-    source = (
-        "{{ m | replace('a', 'b') }} {{ m.replace('\n', '') | length }} {{ ['a', 'b'] | join(', ') }} {{ '%5.2f' % 1.5 }}"
-        " {{ ', '.join(['c', 'd']) }} {{ 'call_1234567 {}'.format(1) }} {{ 'x' ~ 1 ~ 'y' }} {{ 'z' + 'w' }} {{ 'a' | center(5) }}"
-    )
-    text = ChatTemplate("{% set m = messages[0].content %}" + source).render(
-        [{"role": "user", "content": "a\n" * 99999}]
-    )
-    assert text.endswith(" 99999 a, b  1.50 c, d call_1234567 1 x1y zw   a  ")
 
 
 def test_the_sandbox_hears_what_a_request_gives_the_template() -> None:

@@ -74,20 +74,6 @@ def test_each_sequence_has_a_conversation(chatting: Callable[..., KVFlash]) -> N
         check_turns(sequence)
 
 
-def test_a_template_in_place_of_the_model_s_own(chatting: Callable[..., KVFlash]) -> None:
-    kv = chatting("{{ raise_exception('this one is not asked') }}")
-    with pytest.raises(UsageError, match="the chat template cannot render this conversation: this one is not asked"):
-        list(kv.chat([said("user", "hello")]))
-    check_turns(kv, template=TEMPLATE)
-
-
-def test_its_prompt_is_the_template_s(chatting: Callable[..., KVFlash]) -> None:
-    """With BOS once, and special tokens in the template's text as tokens."""
-    kv = chatting("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
-    list(kv.chat([said("system", "Be brief."), said("user", "Hello")], max_tokens=0))
-    assert kv.tokens.tolist() == kv.tokenize("[system] Be brief.[user] Hello").tolist()
-
-
 def test_without_a_template(opened: Open) -> None:
     """Each message is a line, a warning says so, and the line of another role ends the answer. The assistant's own goes on."""
     kv = opened("needle")
@@ -123,11 +109,3 @@ def test_what_is_not_a_conversation(opened: Open, messages: Any, says: str) -> N
     with pytest.raises(UsageError, match=says):
         list(kv.chat(messages))
     assert kv.tokens.tolist() == held
-
-
-def test_a_closed_engine_says_so(opened: Open) -> None:
-    kv = opened("needle")
-    list(kv.chat([said("user", "hello")], max_tokens=1))
-    kv.close()
-    with pytest.raises(UsageError, match="is closed"):
-        next(kv.chat([said("user", "hello")]))

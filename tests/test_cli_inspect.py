@@ -18,7 +18,6 @@ from pyllama_kvflash.engine import bits, memory
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import Context, Device, Layer
-from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry as Layers
 
@@ -69,19 +68,6 @@ def test_inspect_text(name: str, tiny_path: Callable[[str], Path]) -> None:
     assert re.fullmatch(rf"{panes:.1f} MiB of KV, [\d.]+ MiB of buffers for the context", table["exact pass"]), table[
         "exact pass"
     ]
-
-
-@pytest.mark.parametrize("name", ["mamba", "deepseek32"])
-def test_inspect_a_model_that_cannot_be_pooled(name: str, tiny_path: Callable[[str], Path]) -> None:
-    found = json.loads(good("inspect", str(tiny_path(name)), "--json").stdout)
-    assert found["poolable"] is False
-    assert "cannot be pooled" in found["refusal"]
-    assert found["auto_pool"] is None
-    assert (found["pane_bytes"], found["exact_compute_bytes"]) == (0, 0)
-    res = good("inspect", str(tiny_path(name)))
-    assert re.search(r"^pool +no: ", res.stdout, re.MULTILINE)
-    assert "auto pool" not in res.stdout
-    assert "exact pass" not in res.stdout
 
 
 @pytest.mark.parametrize("n_ctx", ["4K", "5000", "20K"])
@@ -171,13 +157,3 @@ def test_run_on_several_devices_says_which_is_the_tightest() -> None:
         "the full cache of 1,048,576 tokens takes 1.5 GiB on CUDA2, and 1.0 GiB are free: use a pool (--kvflash) or a"
         " smaller -c/--ctx-size" in res.stderr
     )
-
-
-def test_inspect_says_what_it_looks_at() -> None:
-    res = good("inspect")
-    assert "using the bundled" in res.stderr
-    assert str(BUNDLED_MODEL)[:60] in res.stdout  # a longer path is cut off
-
-
-def test_inspect_json_is_one_line() -> None:
-    assert good("inspect", "--json").stdout.count("\n") == 1

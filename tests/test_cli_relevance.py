@@ -83,14 +83,6 @@ def test_trace_and_plot(long_file: Path, tmp_path: Path, given: Give) -> None:
     assert good("plot", str(trace), "-o", str(tmp_path / "x.svg")).exit_code == 0
 
 
-def test_trace_of_a_full_cache(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    trace = tmp_path / "run.jsonl"
-    good("run", *SHORT, "-n", "4", "--trace", str(trace))
-    assert json.loads(trace.read_text().splitlines()[0])["n_pool"] is None
-    good("plot", str(trace))
-
-
 @pytest.mark.parametrize("what", ["model", "prompt", "output"])
 def test_trace_over_something_in_use(tmp_path: Path, what: str) -> None:
     paths = {name: tmp_path / name for name in ("model", "prompt", "output")}
@@ -112,46 +104,6 @@ def test_trace_that_cannot_be_written(tmp_path: Path, name: str, words: str) -> 
     res = invoke("run", *SHORT, "-n", "2", "--trace", str(tmp_path / name))
     assert res.exit_code == 2
     assert words in res.stderr
-
-
-def test_policies(long_file: Path) -> None:
-    """Each by its name; the last code is in the tail, whatever chooses."""
-    answer = (long_file.parent / "answer.txt").read_text()
-    moved = {}
-    for policy in ("qk", "qk-cos", "lru"):
-        found = summary("-f", str(long_file), *POOLED, "-n", "8", "--kvflash-policy", policy)
-        assert found["policy"] == policy
-        assert answer in found["text"]
-        moved[policy] = found["stats"]["pages_in"]
-        assert (found["stats"]["reselects"] > 0) == (policy != "lru")
-        assert (found["stats"]["summary_bytes"] > 0) == (policy != "lru")
-    assert moved["lru"] == 0 < moved["qk"]
-
-
-def test_relevance_options_by_environment(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFLASH_POLICY", "lru")
-    assert summary("-f", str(long_file), *POOLED, "-n", "1")["policy"] == "lru"
-    assert summary("-f", str(long_file), *POOLED, "-n", "1", "--kvflash-policy", "qk")["policy"] == "qk"
-    monkeypatch.delenv("KVFLASH_POLICY")
-    assert summary("-f", str(long_file), *POOLED, "-n", "1")["policy"] == "fresh"
-
-
-@pytest.mark.parametrize("by", ["option", "environment"])
-def test_few_chunks_come_back_at_once(
-    long_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Give, by: str
-) -> None:
-    """swaps bounds what a scoring moves while decoding, and nothing else."""
-    trace = tmp_path / "run.jsonl"
-    more = ("--set", "swaps=1") if by == "option" else ()
-    if by == "environment":
-        monkeypatch.setenv("KVFLASH_SET", "swaps=1")
-    given(share=0)
-    args = ("-f", str(long_file), *POOLED, *QK, "-n", "60", "--temp", "0")
-    good("run", *args, *more, "--trace", str(trace))
-    lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    n = {why: [len(x["page_ins"]) for x in lines if x.get("reason") == why] for why in ("question", "decode")}
-    assert max(n["question"]) > 1
-    assert max(n["decode"]) == 1
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve"])

@@ -7,7 +7,6 @@ import pydoc
 import re
 import subprocess
 import sys
-import tomllib
 import typing
 from pathlib import Path
 
@@ -127,10 +126,6 @@ def test_threads_spin_briefly_on_few_cores(cores, env, spins):
     clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run([sys.executable, "-c", code], env=clean | env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == spins
-
-
-def test_version_is_the_project_s():
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == pyllama_kvflash.__version__
 
 
 def test_user_code_type_checks(tmp_path):

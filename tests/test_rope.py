@@ -9,12 +9,10 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands, tiny
-from support.commands import USAGE, check_error, good, invoke
 from support.oracles import ON_GPU
 from support.runs import Logits, Open, read
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.cli import main, params
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Rope
 
@@ -124,47 +122,9 @@ def test_refused(given: dict[str, Any], words: str) -> None:
 #
 
 
-def rope_of(*args: str) -> Rope | None:
-    context = main.commands["run"].make_context("run", ["-p", "x", *args])
-    with context:
-        found: Rope | None = params.resolve({**context.params, "spec": None})["rope"]
-    return found
-
-
-def test_the_names_are_those_of_llama_cpp() -> None:
-    assert rope_of() is None
-    assert rope_of("--rope-scaling", "yarn", "--rope-scale", "4", "--yarn-orig-ctx", "32K") == Rope(
-        scaling="yarn", scale=4, orig_ctx=32768
-    )
-    assert rope_of("--rope-freq-scale", "0.25", "--rope-freq-base", "1e6") == Rope(scale=4, freq_base=1e6)
-    rest = ("--yarn-ext-factor", "0", "--yarn-attn-factor", "1", "--yarn-beta-slow", "2", "--yarn-beta-fast", "16")
-    assert rope_of(*rest) == Rope(ext_factor=0, attn_factor=1, beta_slow=2, beta_fast=16)
-
-
-def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLAMA_ARG_ROPE_SCALING_TYPE", "linear")
-    monkeypatch.setenv("LLAMA_ARG_ROPE_SCALE", "2")
-    assert rope_of() == Rope(scaling="linear", scale=2)
-    assert rope_of("--rope-freq-scale", "0.25") == Rope(scaling="linear", scale=4), "what is typed is meant"
-    monkeypatch.delenv("LLAMA_ARG_ROPE_SCALE")
-    monkeypatch.setenv("LLAMA_ARG_ROPE_FREQ_SCALE", "0.5")
-    assert rope_of() == Rope(scaling="linear", scale=2)
-    assert rope_of("--rope-scale", "8") == Rope(scaling="linear", scale=8)
-
-
 def test_a_part_of_yarn_without_yarn_is_warned_of(opened: Open) -> None:
     said = "does nothing: it is of YaRN, which this model does not have"
     for rope in (Rope(beta_fast=16), Rope(orig_ctx=1024), Rope(scale=2, beta_slow=2)):
         assert any(said in text for text in opened(rope=rope, n_ctx=2 * tiny.N_CTX).warnings)
     for rope in (Rope(attn_factor=1.2), Rope(beta_fast=16, ext_factor=1, scale=2), YARN):
         assert not any(said in text for text in opened(rope=rope, n_ctx=2 * tiny.N_CTX).warnings)
-
-
-def test_faults_have_the_names_of_the_command_line(environment: None) -> None:
-    run = ("run", "-p", "x", "-n", "1", "-c", "1K")
-    check_error(invoke(*run, "--rope-scaling", "yarn"), USAGE, "--rope-scaling is 'yarn'", "give --rope-scale")
-    check_error(invoke(*run, "--rope-freq-scale", "4"), USAGE, "--rope-freq-scale is 4", "0.25 for --rope-scale 4")
-    both = ("--rope-freq-scale", "0.5", "--rope-scale", "2")
-    check_error(invoke(*run, *both), USAGE, "only one of the two")
-    check_error(invoke(*run, "--set", "rope.scale=4"), USAGE, "give --rope-scale")
-    assert "--rope-scale is for contexts beyond" in good(*run, "--rope-scaling", "yarn", "--rope-scale", "2").stderr

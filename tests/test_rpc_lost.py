@@ -214,42 +214,12 @@ def test_run_keeps_the_text_so_far(servers: Servers) -> None:
     assert len((begin + more).strip()) >= len(begin.strip()) > 0
 
 
-def test_run_keeps_the_text_so_far_in_json(servers: Servers, tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
-    with program(servers, "run", "-n", "-1", "-p", PROMPT, "--temp", "0", "--json", "--trace", trace) as process:
-        wait_for(lambda: trace.exists() and trace.read_text().count('"token"') > 5)
-        servers.kill(1)
-        output, errors = process.communicate(timeout=SECONDS)
-    check_ending(servers, process, errors)
-    assert json.loads(output)["reason"] == "error"
-    assert json.loads(output)["text"]
-    assert " is gone, " in json.loads(output)["error"]
-
-
 def wait_for(condition: Callable[[], bool]) -> None:
     """Wait until it holds."""
     end = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-def test_chat_keeps_the_conversation(servers: Servers, tmp_path: Path) -> None:
-    saved = tmp_path / "talk.json"
-    with program(servers, "chat", "--temp", "0") as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        process.stdin.write(f"{PROMPT}\n")
-        process.stdin.flush()
-        begin = process.stdout.read(10)
-        servers.kill(1)
-        _, errors = process.communicate(f"{PROMPT}\n/save {saved}\n", timeout=SECONDS)
-    assert process.returncode == DeviceLostError.exit_code, errors
-    assert errors.count(f"the RPC server {servers.endpoints[1]} is gone, ") == 2, errors  # each message says so
-    assert "Traceback" not in errors
-    said = json.loads(saved.read_text())
-    assert [message["role"] for message in said] == ["user", "assistant"]
-    assert said[1]["content"].startswith(begin.strip())
 
 
 def test_serve_fails_its_requests_and_ends(servers: Servers) -> None:

@@ -11,8 +11,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support.rewritten import with_template
 
 from pyllama_kvflash.cli import kept, main
-from pyllama_kvflash.engine import warned
-from pyllama_kvflash.native import Device, Model
+from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 
 pytestmark = pytest.mark.native
@@ -24,7 +23,6 @@ MARKED = (
     "{% for m in messages %}<|pad|>{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|pad|>assistant: {% endif %}"
 )
-SHOUTS = "{% for m in messages %}{{ m.role }} says {{ m.content }}!{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -72,33 +70,6 @@ def test_several_files(document: Any, tmp_path: Path) -> None:
     assert (res.exit_code, "stdin can be read once" in res.stderr) == (USAGE, True)
 
 
-def test_a_template_can_be_left_out(tmp_path: Path) -> None:
-    """The text of a template is read, with a system prompt; --no-chat-template reads the prompt alone."""
-    model = with_template(tmp_path / "shouts.gguf", SHOUTS)
-    plain = run(model, "-p", "hello", "--no-chat-template", *SMALL)
-    assert (
-        n_read(plain)
-        == n_read(run(model, "-p", "hello", "-no-cnv", *SMALL))
-        == n_read(run(BUNDLED_MODEL, "-p", "hello", *SMALL))
-    )
-    asked = run(model, "-p", "hello", *SMALL)
-    told = run(model, "-p", "hello", "-sys", "be terse", *SMALL)
-    assert n_read(plain) < n_read(asked) < n_read(told)
-
-
-def test_a_model_without_a_template(tmp_path: Path) -> None:
-    """With -cnv it is given lines, with a warning, as `kvflash chat` does."""
-    res = run(BUNDLED_MODEL, "-p", "hello", "-cnv", *SMALL)
-    assert res.exit_code == 0
-    assert "the model has no chat template" in res.stderr
-    res = run(BUNDLED_MODEL, "-p", "hello", "-sys", "be terse", *SMALL)
-    assert (res.exit_code, "-sys is given" in res.stderr) == (USAGE, True)
-    broken = with_template(tmp_path / "broken.gguf", "{% for %}")
-    res = run(broken, "-p", "hello", *SMALL)
-    assert (res.exit_code, "the chat template cannot render" in res.stderr) == (USAGE, True)
-    assert run(broken, "-p", "hello", "--no-chat-template", *SMALL).exit_code == 0
-
-
 def test_a_saved_text_goes_on_as_it_is(document: Any, instruct: Path, tmp_path: Path) -> None:
     saved, needle = tmp_path / "book.kvsnap", document.needles[2]
     assert run(instruct, "-p", document.text, "-no-cnv", "--save-snapshot", saved, *SMALL[:-1], "0").exit_code == 0
@@ -124,13 +95,6 @@ def test_a_saved_conversation_goes_on_with_its_next_turn(tmp_path: Path) -> None
     assert n_read(turn) - n_read(plain) == len(between) - len(alone)
     refused = run(marked, *again, "-sys", "be terse", *SMALL)
     assert (refused.exit_code, "the saved conversation has begun already" in refused.stderr) == (USAGE, True)
-
-
-def test_an_empty_answer_is_said(document: Any) -> None:
-    needle = document.needles[1]
-    res = run(BUNDLED_MODEL, "-p", document.text + needle.question, "-r", needle.answer[0], *SMALL)
-    assert res.exit_code == 0
-    assert "the answer is empty: a model that was trained for chat wants its template: -cnv" in res.stderr
 
 
 def test_words_that_are_not_where_they_belong() -> None:
@@ -165,19 +129,6 @@ def test_what_cannot_be_a_prompt_is_refused_before_the_model_is_loaded(tmp_path:
     assert res.exit_code == 2
     (line,) = res.stderr.splitlines()
     assert says in line
-
-
-def test_options_of_llama_cpp_that_do_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warned, "devices", lambda: [Device("CPU", "", gpu=False, free=1 << 40, total=1 << 40)])
-    monkeypatch.setattr(warned, "cores", lambda: 2)
-    res = run(BUNDLED_MODEL, "-p", "one", "-n", "1", "-ngl", "99", "-t", "3", "--jinja")
-    assert res.exit_code == 0
-    assert "-ngl/--n-gpu-layers 99 does nothing: there is no GPU" in res.stderr
-    assert "-t/--threads is 3, and this process may use 2: " in res.stderr
-    for option in (("--mlock",), ("-dev", "CUDA0"), ("--device", "CUDA0")):
-        res = run(BUNDLED_MODEL, "-p", "one", *option)
-        assert res.exit_code == 2
-        assert f"{option[0]} is not an option here: " in res.stderr
 
 
 def test_a_text_that_took_long_to_read_is_kept(document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,13 +55,6 @@ def test_calls_and_results_are_text() -> None:
     ]
 
 
-def test_results_and_the_next_question_are_one_message() -> None:
-    """Many templates want the roles to alternate."""
-    found = as_text([*TALK, ASKED], (), must=False)
-    assert [m["role"] for m in found] == ["system", "user", "assistant", "user"]
-    assert found[-1]["content"].endswith("</tool_response>\nAnd in Lima?")
-
-
 @pytest.mark.parametrize("must", [False, True])
 def test_the_system_message_describes_tools(must: bool) -> None:
     for talk, begin in ((TALK, "Be brief.\n\n"), (TALK[1:], "")):
@@ -102,19 +95,6 @@ def test_a_call_is_found_in_the_answer(template: ChatTemplate) -> None:
     calls = [d.call for d in deltas if d.call]
     assert {call.name for call in calls if call.name} == {"weather"}
     assert json.loads("".join(call.arguments for call in calls)) == {"city": "Lima"}
-
-
-def test_tools_that_may_not_be_called_are_not_described(template: ChatTemplate) -> None:
-    rendered = template.rendered(TALK, tools=[TOOL], tool_choice="none")
-    assert "<tools>" not in rendered.prompt
-    assert SAID in rendered.prompt
-    assert rendered.warnings == ()
-
-
-def test_a_conversation_without_tools_is_as_before(template: ChatTemplate) -> None:
-    rendered = template.rendered([ASKED])
-    assert rendered.grammar is None
-    assert rendered.warnings == ()
 
 
 #

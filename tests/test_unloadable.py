@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.commands import RUNTIME, check_error, kvflash
 from support.splits import split
 
 from kvflash_bench.grid import model_mark
@@ -118,18 +117,6 @@ def test_a_bench_names_the_part_too(files: list[Path]) -> None:
         model_mark(files[0])
 
 
-def test_parts_of_which_tensors_are_missing(files: list[Path]) -> None:
-    writer = gguf.GGUFWriter(files[2], "qwen3")
-    writer.add_uint16("split.no", 2)
-    writer.add_uint16("split.count", N)
-    writer.add_tensor("one", np.zeros(32, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert said(files[0]) == "its parts have 47 tensors in place of 68: download all parts from one place"
-
-
 def test_a_part_of_another_model_is_named(files: list[Path], tiny_path: Callable[[str], Path]) -> None:
     foreign(files[2], tiny_path("qwen3"))
     assert said(files[0]).startswith(f"its part 3 of 3, {files[2]}, is of another model")
@@ -158,14 +145,6 @@ def test_parts_that_are_joined_or_renamed(files: list[Path], tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("empty_first", [False, True])
-def test_odd_names_load(tmp_path: Path, empty_first: bool) -> None:
-    with Model.load(
-        split(BUNDLED_MODEL, tmp_path / "мо%05d\n s", N, empty_first=empty_first)[0], no_alloc=True
-    ) as model:
-        assert model.fingerprint
-
-
 @pytest.mark.parametrize(
     ("arch", "kind", "words"),
     [
@@ -187,9 +166,3 @@ def test_what_is_not_a_model(tmp_path: Path, arch: str, kind: str | None, words:
     writer.write_tensors_to_file()
     writer.close()
     assert said(path).startswith(f"it is {words}")
-
-
-def test_the_command_says_it(files: list[Path]) -> None:
-    files[1].unlink()
-    for command in (("run", "-p", "x", "-n", "1"), ("inspect",)):
-        check_error(kvflash(*command, files[0]), RUNTIME, f"its part 2 of 3, {files[1]}, is missing")
