@@ -119,7 +119,7 @@ int kvf_add_rpc(const char * endpoint) {
 
         const auto add = rpc_function<ggml_backend_reg_t (*)(const char *)>("ggml_backend_rpc_add_server");
         if (!add) { throw kvf_failure(KVF_E_UNSUPPORTED, "this build has no RPC backend"); }
-        rpc_function<void (*)(void (*)(const char *))>("ggml_backend_rpc_set_on_lost")(kvf_on_lost);
+        rpc_function<void (*)(void (*)(const char *))>("kvflash_rpc_set_on_lost")(kvf_on_lost);
 
         auto * server = add(endpoint);
         if (!server) { throw kvf_failure(KVF_E_BACKEND, "the RPC server cannot be reached: " + kvf_take_log()); }
@@ -128,6 +128,6 @@ int kvf_add_rpc(const char * endpoint) {
 }
 
 void kvf_drop_rpc(void) {
-    const auto drop = rpc_function<void (*)()>("ggml_backend_rpc_drop_servers");
+    const auto drop = rpc_function<void (*)()>("kvflash_rpc_drop_servers");
     if (drop) { drop(); }
 }
