@@ -19,16 +19,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from kvflash_bench.steps import hardware
+from kvflash_bench.tables import markdown
 from pyllama_kvflash.text import n_common
+from served import Served, serving
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import agents, tiny
-from support.processes import server_process
 
 TINY = {"dense": "qwen3", "hybrid": "qwen35", "sliding-window": "gemma4", "mamba": "mamba"}
 POLICIES = ("fresh", "qk", "lru")
@@ -37,28 +37,22 @@ POLICIES = ("fresh", "qk", "lru")
 class Asked:
     """A server that is asked turn after turn."""
 
-    def __init__(self, http: httpx.Client) -> None:
-        self._http = http
+    def __init__(self, server: Served) -> None:
+        self._server = server
         self._text = np.zeros(0, np.int64)  # of the turn before
 
     def __call__(self, messages: agents.Messages) -> agents.Turn:
         """Take a turn."""
         prompt, begin = self._tokens(messages), time.perf_counter()
-        found = self._post("/v1/chat/completions", agents.body(messages))
+        found = self._server.post("/v1/chat/completions", agents.body(messages))
         seconds = time.perf_counter() - begin
         n_prompt, known = agents.usage(found)
         common, self._text = n_common(self._text, prompt[:-1]), prompt
         return agents.Turn(n_prompt, known, common, seconds)
 
     def _tokens(self, messages: agents.Messages) -> Any:
-        text = self._post("/apply-template", agents.body(messages))["prompt"]
-        return np.array(self._post("/tokenize", {"content": text, "parse_special": True})["tokens"])
-
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        res = self._http.post(path, json=body)
-        if res.is_error:
-            sys.exit(f"the server answers {res.status_code}: {res.text}")
-        return dict(res.json())
+        text = self._server.post("/apply-template", agents.body(messages))["prompt"]
+        return np.array(self._server.post("/tokenize", {"content": text, "parse_special": True})["tokens"])
 
 
 @contextmanager
@@ -68,21 +62,21 @@ def served(model: Path, template: str, options: list[str]) -> Iterator[Asked]:
         file.write(template)
         file.flush()
         given = ["-np", "1", "--prefix-cache", "off", "--chat-template-file", file.name]
-        with server_process(model, *given, *options) as server, httpx.Client(base_url=server.url, timeout=None) as http:
-            yield Asked(http)
+        with serving(model, *given, *options) as server:
+            yield Asked(server)
 
 
 def show(turns: dict[str, list[agents.Turn]]) -> None:
     """Print the table: the tokens that each turn reads."""
-    print("\n| turn | | tokens | plain | " + " | ".join(turns) + " |")
-    print("|---|---|---:|---:|" + "---:|" * len(turns))
-    for i, row in enumerate(zip(*turns.values(), strict=True)):
-        cells = " | ".join(f"{t.read:,}" for t in row)
-        print(f"| {i + 1} | {row[0].kind} | {row[0].n_prompt:,} | {row[0].plain:,} | {cells} |")
+    rows = [
+        [i, row[0].kind, f"{row[0].n_prompt:,}", f"{row[0].plain:,}", *(f"{t.read:,}" for t in row)]
+        for i, row in enumerate(zip(*turns.values(), strict=True), 1)
+    ]
     first = next(iter(turns.values()))
-    read = " | ".join(f"{sum(t.read for t in ts):,}" for ts in turns.values())
-    print(f"| all | | {sum(t.n_prompt for t in first):,} | {sum(t.plain for t in first):,} | {read} |")
-    print("| seconds | | | | " + " | ".join(f"{sum(t.seconds for t in ts):.1f}" for ts in turns.values()) + " |")
+    prompts, plain = (sum(of) for of in zip(*((t.n_prompt, t.plain) for t in first), strict=True))
+    rows.append(["all", "", f"{prompts:,}", f"{plain:,}", *(f"{sum(t.read for t in ts):,}" for ts in turns.values())])
+    rows.append(["seconds", "", "", "", *(f"{sum(t.seconds for t in ts):.1f}" for ts in turns.values())])
+    print("\n" + markdown(["turn", "", "tokens", "plain", *turns], rows))
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ import gguf
 
 from kvflash_bench.shape_tensors import Shape
 from kvflash_bench.shapes import SHAPES, write_outline
-from kvflash_bench.tables import markdown
-from pyllama_kvflash.cli.plan import _answers, _command, _label, _speed, _too_small
-from pyllama_kvflash.engine.offers import Offer, best, offers
+from kvflash_bench.tables import line, markdown
+from pyllama_kvflash.cli.plan import answers, command_of, label, speed, too_small
+from pyllama_kvflash.loading.offers import Offer, best, offers
 
 DOCS = Path(__file__).parent.parent / "docs"
 QWEN3, QWEN35 = 151_936, 248_320  # tokens of their vocabularies
@@ -140,7 +140,7 @@ def commands(model: Named, planned: list[Planned]) -> str:
         if found
     ]
     lines = (head, ("---:", "---:", "---", "---:", "---:", "---:", "---"), *rows)
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = "".join(map(line, lines))
     size = f"A file in {Q4_0.name} has {model.shape.n_bytes / 2**30:.1f} GiB."
     parts = [f"## {model.name}", f"{size} {model.about}", table.rstrip(), *ways_out(model, ordered)]
     return "\n\n".join(parts) + "\n"
@@ -184,16 +184,16 @@ def bits(kind: gguf.GGMLQuantizationType) -> float:
 def run(offer: Offer | None = None, context: int = 0) -> str:
     """Return the command for an offer; None: how all begin."""
     model = "model.gguf"
-    return f"kvflash run {model} -f long.txt" if offer is None else _command(offer, [model], context, [])
+    return f"kvflash run {model} -f long.txt" if offer is None else command_of(offer, [model], context, [])
 
 
 def given(found: list[Offer], context: int) -> tuple[str, ...]:
     """Return the options of the way to take, what it takes and what it gives."""
     offer = best(found, context)
     if offer is None:
-        return _too_small(found), "", "", "", ""
+        return too_small(found), "", "", "", ""
     options = run(offer, context).removeprefix(run()).strip()
-    return f"`{options}`", gib(offer, gpu=True), gib(offer, gpu=False), _speed(offer, context), _answers(offer, context)
+    return f"`{options}`", gib(offer, gpu=True), gib(offer, gpu=False), speed(offer, context), answers(offer, context)
 
 
 #
@@ -232,7 +232,7 @@ def taken(offer: Offer | None) -> list[str]:
     """Return the way to take, and what it takes of RAM."""
     if offer is None:
         return ["-", "-"]
-    return [_label(offer), gib(offer, gpu=False)]
+    return [label(offer), gib(offer, gpu=False)]
 
 
 def gib(offer: Offer, *, gpu: bool) -> str:

@@ -1,4 +1,4 @@
-"""Decode speed, memory and Python overhead on this CPU, as Markdown: full cache and pool in one run.
+"""Decode speed and memory on this CPU, as Markdown: full cache and pool in one run.
 
     make bench            or            .venv/bin/python bench/cpu.py --contexts 4096 16384
 
@@ -14,25 +14,27 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvflash_bench.grid import cpu_name
+from kvflash_bench.plot import figure
+from kvflash_bench.tables import markdown
 from pyllama_kvflash import KVFlash, Sampling, native
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.native import Sampler
-from pyllama_kvflash.needle import BUNDLED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import tiny
 
 MIB = 2**20
 WARM_UP = 4  # tokens at the beginning of a turn that are not timed
+COLUMNS = (
+    "context", "full cache ms/tok", "pool ms/tok", "full cache of pool size ms/tok", "full ÷ pool", "pool ÷ pool-sized",
+    "prefill full tok/s", "prefill pool tok/s", "device KV full MiB", "pool MiB", "host ÷ records",
+)  # fmt: skip
 GEOMETRY = {"n_layer": 8, "n_embd": 512, "n_ff": 1024, "n_head": 16, "n_head_kv": 8, "n_head_dim": 64}
 
 
@@ -67,7 +69,6 @@ def main() -> None:
     report(rows, args)
     if args.plot:
         plot(rows, args)
-    overhead(args.threads)
 
 
 def measure(path: Path, context: int, args: argparse.Namespace) -> Row:
@@ -141,9 +142,7 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
         f"Machine: {cpu_name()}, {args.threads} threads, Linux {platform.release()}, Python {platform.python_version()}."
     )
     print(f"Command: `{' '.join(['python', *sys.argv])}`. Pool: {args.pool} tokens.\n")
-    head = "| context | full cache ms/tok | pool ms/tok | full cache of pool size ms/tok | full ÷ pool | pool ÷ pool-sized |"
-    print(f"{head} prefill full tok/s | prefill pool tok/s | device KV full MiB | pool MiB | host ÷ records |")
-    print("|" + "---:|" * 11)
+    lines = []
     for r in rows:
         d = r.decode_ms
         record = r.device["pool"] * 64 // args.pool  # the K and V rows of a chunk
@@ -156,17 +155,17 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
             *(f"{r.device[k] / MIB:.1f}" for k in ("full", "pool")),
             f"{r.host / (r.records * record):.3f}",
         ]
-        print("| " + " | ".join(cells) + " |")
+        lines.append(cells)
+    print(markdown(COLUMNS, lines))
     print(
-        "\nThe pooled prefill attends to the pool only: it is faster because it computes less, and not quality-neutral."
+        "The pooled prefill attends to the pool only: it is faster because it computes less, and not quality-neutral."
     )
 
 
 def plot(rows: list[Row], args: argparse.Namespace) -> None:
     """Milliseconds a token against context."""
-    import matplotlib.pyplot as plt  # noqa: PLC0415 (only for those who want a picture)
-
-    fig, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    fig = figure(7, 3.6)
+    ax = fig.subplots()
     x = [r.context for r in rows]
     for name, label, color in (("full", "full cache", "#555555"), ("pool", f"pool of {args.pool:,}", "#e0702a")):
         y = [r.decode_ms[name] for r in rows]
@@ -181,71 +180,6 @@ def plot(rows: list[Row], args: argparse.Namespace) -> None:
     ax.set_title(f"8 layers, 8 KV heads of 64, f16 KV; {args.threads} threads of {cpu_name()}", fontsize=9, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     fig.savefig(args.plot)
-
-
-class Clock:
-    """Stands in for the compiled library, and adds up the time spent in each of its functions."""
-
-    def __init__(self, lib: Any) -> None:
-        self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
-        self._lib = lib
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._lib, name)
-        if callable(value):
-            value = self._timed(name, value)
-        setattr(self, name, value)
-        return value
-
-    def _timed(self, name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return function(*args)
-            finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-                self.calls[name] = self.calls.get(name, 0) + 1
-
-        return call
-
-
-@contextmanager
-def clocked() -> Iterator[Clock]:
-    """Put a clock between Python and the library."""
-    modules = [native.context, native.sampler, native.model]
-    lib = native.context.lib
-    clock = Clock(lib)
-    for module in modules:
-        module.lib = clock
-    try:
-        yield clock
-    finally:
-        for module in modules:
-            module.lib = lib
-
-
-def overhead(threads: int, n: int = 2048) -> None:
-    """What Python adds to a decoded token: the wall clock of `generate`, less the time inside the library."""
-    with (
-        KVFlash.from_file(BUNDLED_MODEL, n_ctx=8192, pool=1024, policy="lru", coarse="off", n_threads=threads) as kv,
-        clocked() as clock,
-    ):
-        for _ in kv.generate([0] * 2048, max_tokens=1):
-            pass
-        clock.seconds.clear()
-        clock.calls.clear()
-        begin = time.perf_counter()
-        made = sum(1 for _ in kv.generate([0], max_tokens=n, sampling=Sampling(temperature=0.0), append=True))
-        wall = time.perf_counter() - begin
-    inside = sum(clock.seconds.values())
-    print(f"\nPython overhead, needle-7m, pool of 1,024, {n:,} tokens greedy, paging included ({made:,} events):\n")
-    print("| where | calls | µs a token |")
-    print("|---|---:|---:|")
-    for name, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1]):
-        print(f"| {name} | {clock.calls[name]:,} | {1e6 * seconds / n:.1f} |")
-    print(f"| **Python** (all the rest) | | **{1e6 * (wall - inside) / n:.1f}** |")
-    print(f"| wall clock | | {1e6 * wall / n:.1f} |")
 
 
 if __name__ == "__main__":

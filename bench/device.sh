@@ -16,7 +16,6 @@
 #   bench/device.sh families  there: families and cache types, sampled
 #   bench/device.sh moe [GIB] there: experts that stay on the host, with so much memory free, for the full cache and the pool
 #   bench/device.sh drafts    there: drafting: its tests and its bench
-#   bench/device.sh demo      there: the demonstration
 #   bench/device.sh speed     there: decode, prefill and paging, tables last; results also in $OUT
 #   bench/device.sh million   there: device memory at 64K and at 1M tokens
 #   bench/device.sh exact     there: prompts read exactly: the tests, and prefill with the full cache, with copies and without
@@ -29,10 +28,7 @@
 #                             continues
 #   bench/device.sh texts F S there: whether lossless answers of a model are the full cache's, 100 prompts, for S seconds
 #   bench/device.sh meter F   there: the meter compared with the truth
-#   bench/device.sh agent F   there: an agent's session. On two cores: taskset -c 0,1 env CUDA_VISIBLE_DEVICES= bench/device.sh ...
 #   bench/device.sh grammar F V  there: what a grammar costs with a model, and with the 8B shape and the tokens of V
-#   bench/device.sh coarse F WHAT there: codes of all positions: texts are read on the GPU, and answered on the CPU's cores. WHAT=kld,
-#                             answers or long (30K); N processes of 2 threads (16 cores: N=8). study: study/sim3.py on the same texts
 #   bench/device.sh close F [S] there: how close codes are to the full cache on the GPU: KLD, RULER and long answers, in processes beside each other,
 #                             for S seconds; again: continues
 #   bench/device.sh codes [SHAPE] there: attention by codes, lru and the full caches, in one run; contexts CONTEXTS, or 8K to 256K
@@ -44,7 +40,6 @@
 #   bench/device.sh suite S F... there: the tests of these files, or all, for S seconds; failures are named even if the time is over
 #   bench/device.sh several [SHAPE] there: prefill and decode on all GPUs, and on the first of them
 #   bench/device.sh large     there: the 70B shape on all GPUs at 128K: full cache, pool, lossless; about seven minutes
-#   bench/device.sh recall N  there: part N (1 to 4) of the recall and KLD tables, into /tmp/kvflash-results; again: continues
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -206,9 +201,6 @@ drafts)
     kvflash bench spec -o $at/spec --rounds 3 "${@:2}"
     results
     ;;
-demo)
-    kvflash demo "${@:2}"
-    ;;
 speed)
     mkdir -p $at
     shape=${2:-8b}
@@ -267,12 +259,6 @@ pieces)
     done
     du -sh .dev/m[0-9][0-9]
     ;;
-agent)
-    mkdir -p $at
-    kvflash run -v -p x -n 1 2>&1 | grep load_backend | tee -a $at/agent.md
-    python3 bench/agent.py "$2" -f bench/kvflash_bench/data/moby-dick.txt "${@:3}" 2>&1 | tee -a $at/agent.md
-    results
-    ;;
 ruler)
     export OMP_NUM_THREADS=1
     tasks=single_2,single_3,multikey_1,multikey_2,multivalue,multiquery,vt,fwe,in_turn
@@ -312,55 +298,6 @@ grammar)
             python3 bench/grammar.py --shape 8b --shape-dir /dev/shm "$3" --temp $temp
         done
     } | tee $at/grammar.md
-    results
-    ;;
-coarse)
-    folder=/dev/shm/kvflash-coarse
-    mkdir -p $at $folder
-    export OMP_NUM_THREADS=2
-    coarse() { python3 bench/coarse.py "$@" -t 2; }
-    six="prose code list turns copy json"
-    pools="fresh/pool=1024/coarse=4 fresh/pool=1024/coarse=4/late=1 fresh/pool=1024/coarse=4,2 fresh/pool=2048/coarse=2
-        fresh/pool=2048/coarse=2/late=1 qk/pool=1024/coarse=off lru/pool=1024/coarse=off
-        lru/pool=1024/coarse=4 qk/pool=1024/coarse=4 fresh/pool=1024/coarse=4/type=q8_0 full/type=q8_0"
-    case ${3:-kld} in
-    kld)
-        coarse read "$2" $folder --texts $six --types f16 q8_0
-        for text in $six; do # the variants of a text in two processes
-            for part in 1 2; do
-                some=$(echo $pools | tr ' ' '\n' | awk "NR % 2 == $part - 1")
-                CUDA_VISIBLE_DEVICES='' coarse kld "$2" $folder --texts "$text" --variants $some >>$at/coarse-kld.log 2>&1 &
-            done
-        done
-        ;;
-    study)
-        coarse tokens "$2" $folder --texts $six
-        (cd .dev/study && python3 sim3.py "$2" $folder/texts.json $at/sim3.jsonl \
-            full,A-g8-g8,F-16-p2@.125,M-16-r4-r4@.0625,M-16-r4-r4-late@.0625,M-16-r4-r2@.0625,M-16-r2-r2@.125,M-16-s4-s4@.0625,M-16-s4-s4-late@.0625,M-16-s2-s2@.125,M-16-s4-r4@.0625,M-16-s2-r2@.125) \
-            2>&1 | tee $at/sim3.log
-        ;;
-    long)
-        coarse read "$2" $folder --texts prose code --types f16 q8_0 --context 30000 --for answers
-        for text in prose code; do
-            CUDA_VISIBLE_DEVICES='' coarse kld "$2" $folder --texts $text --context 30000 --for answers --variants fresh/pool=1792/coarse=4 \
-                fresh/pool=3584/coarse=2 qk/pool=3584/coarse=off full/type=q8_0 >>$at/coarse-long.log 2>&1 &
-        done
-        ;;
-    answers)
-        tasks="single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery vt cwe fwe list turns copy json"
-        texts=$(for seed in 1 2 3 4 5; do for task in ${TASKS:-$tasks}; do echo "$task:$seed"; done; done)
-        # shellcheck disable=SC2086
-        coarse read "$2" $folder --for answers --texts $texts --context 8192
-        for i in $(seq 0 7); do
-            # shellcheck disable=SC2046
-            CUDA_VISIBLE_DEVICES='' coarse answers "$2" $folder --context 8192 --variants full fresh/pool=512/coarse=4 qk/pool=512/coarse=off \
-                --texts $(echo $texts | tr ' ' '\n' | awk "NR % 8 == $i") >>$at/coarse-answers.log 2>&1 &
-        done
-        ;;
-    esac
-    wait
-    cp $folder/results.jsonl $at/coarse-results.jsonl 2>/dev/null || true
-    python3 bench/coarse.py table $folder || true
     results
     ;;
 codes)
@@ -461,31 +398,6 @@ large)
     mkdir -p $at
     python3 bench/forced.py --shape 70b --shape-dir /dev/shm/kvflash-shapes -ub 2048 -ct q8_0 --contexts 131072 --panes 2 --policies lru \
         --tokens 128 --accepted 0.9 "${@:2}" | tee $at/large.md
-    results
-    ;;
-recall)
-    mkdir -p $at
-    case ${2:-1} in
-    1) kvflash bench niah -o $at/niah --variants full,lru,qk-cos,qk,fresh,oracle,oracle/replay=0,qk/replay=0 ;;
-    2)
-        kvflash bench facts -o $at/facts --docs 8 --variants full,lru,qk-cos,qk,fresh
-        kvflash bench facts -o $at/facts64 --docs 1 --facts 64 --variants full,lru,qk,fresh --contexts 8K,16K,32K
-        ;;
-    3)
-        for type in q8_0 q4_0; do
-            kvflash bench niah -o $at/niah-$type --variants full,qk -ctk $type -ctv $type
-        done
-        ;;
-    4)
-        python3 -c 'from pyllama_kvflash import KVFlash
-from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
-kv = KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, pool="off")
-print(make_prompt(40000, lambda s: len(kv.tokenize(s, add_special=False)), seed=31).text)' >/tmp/prose.txt
-        variants=full/type_k=q8_0/type_v=q8_0,full/type_k=q4_0/type_v=q4_0,lru,qk-cos,qk
-        kvflash bench kld -o $at/kld-prose -f /tmp/prose.txt --contexts 8K,32K --score 512 --variants $variants
-        kvflash bench kld -o $at/kld-questions --contexts 8K,32K --variants $variants,qk/tau=1/share=0
-        ;;
-    esac
     results
     ;;
 *)

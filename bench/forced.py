@@ -29,16 +29,22 @@ import numpy as np
 from kvflash_bench.grid import usual_coarse
 from kvflash_bench.shapes import shape_file
 from kvflash_bench.steps import hardware
+from kvflash_bench.tables import Live
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.generation import step_together
 from pyllama_kvflash.engine.lossless import Lossless
-from pyllama_kvflash.engine.planning import needs
-from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import KVFlashError
+from pyllama_kvflash.loading.planning import needs
 from pyllama_kvflash.native import Context, Model, Sampler, devices
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy.lookahead import Length, Lookahead
+from pyllama_kvflash.pool.speculation import Drafts
+
+COLUMNS = (
+    *("context", "clients", "cache", "prefill tok/s", "accepted", "tok/s", "of full", "tokens a round"),
+    *("device KV, MiB", "said", "taken"),
+)
 
 N_WORDS = 500  # tokens that are used: every vocabulary has them
 
@@ -176,11 +182,7 @@ def main() -> None:
     parser.add_argument("-ct", default="f16")
     args = parser.parse_args()
     print(f"{args.shape}, pool {args.pool:,}, {args.ct}, {args.tokens} tokens; {hardware()}\n")
-    print(
-        "| context | clients | cache | prefill tok/s | accepted | tok/s | of full | tokens a round | device KV, MiB | said | taken |\n"
-        "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|"
-    )
-    rng = np.random.default_rng(0)
+    table, rng = Live(*COLUMNS), np.random.default_rng(0)
     with ExitStack() as stack:
         path = stack.enter_context(shape_file(args.shape, args.shape_dir))
         for n, clients in itertools.product(args.contexts, args.clients):
@@ -212,14 +214,11 @@ def main() -> None:
                                 rate, each = (decode if clients == 1 else decode_all)(kv, some, a)
                             base = rate if name == "full" and a is None else base
                             share = f"{rate / base:.2f}" if base else "-"
-                            print(
-                                f"| {n:,} | {clients} | {how}{name} | {read:,.0f} | {'-' if a is None else a} | {rate:.1f} | {share} |"
-                                f" {each:.2f} | {kv.resident_bytes / 2**20:,.0f} | {said / 2**20:,.0f} |"
-                                f" {(before - free()) / 2**20:,.0f} |",
-                                flush=True,
-                            )
+                            speed = [f"{read:,.0f}", "-" if a is None else a, f"{rate:.1f}", share, f"{each:.2f}"]
+                            sizes = (f"{b / 2**20:,.0f}" for b in (kv.resident_bytes, said, before - free()))
+                            table.row(f"{n:,}", clients, f"{how}{name}", *speed, *sizes)
                 except KVFlashError as err:
-                    print(f"| {n:,} | {clients} | {name} | {err} |", flush=True)
+                    table.row(f"{n:,}", clients, name, err)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ A checkout with a .venv of its own is run by it. Another one is run by this Pyth
 """
 
 import argparse
+import ast
 import json
 import re
 import subprocess
@@ -15,24 +16,28 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kvflash_bench.tables import markdown
+
 HERE = Path(__file__).resolve().parents[1]
 PARTS: dict[str, tuple[str, ...]] = {
     "product, Python": ("pyllama_kvflash/**/*.py", "cffi_build.py"),
-    "of that, pyllama_kvflash/bench": ("bench/kvflash_bench/**/*.py",),
-    "product, C++ and CUDA": ("pyllama_kvflash/native/src/*",),
+    "native/src": ("pyllama_kvflash/native/src/**/*",),
     "product, web page": ("pyllama_kvflash/serve/static/*",),
-    "scripts in bench/": ("bench/*.py", "bench/*.sh"),
+    "benches": ("bench/**/*.py", "bench/**/*.sh"),
     "tests, Python": ("tests/**/*.py",),
     "tests, C++": ("tests/native/**/*",),
     "documents": ("*.md", "docs/**/*.md"),
 }
+CODE = ("product, Python", "native/src", "benches")
+"""The parts whose long files and functions are counted."""
+LONG_FILE, LONG_FUNCTION = 400, 60
 
 # The beginning of each child process. The editable install of this checkout would be found first, whatever the path
 CHILD = """
 import importlib.util, json, sys
 root, native = sys.argv[1:3]
 sys.meta_path[:] = [f for f in sys.meta_path if "Editable" not in type(f).__name__ and "ScikitBuild" not in type(f).__name__]
-sys.path.insert(0, root)
+sys.path[:0] = [root, f"{root}/bench"]
 if native:
     name = "pyllama_kvflash.native._kvflash"
     spec = importlib.util.spec_from_file_location(name, native)
@@ -43,6 +48,11 @@ if native:
 HELP = """
 from pyllama_kvflash.cli import main
 main(["run", "--help"])
+"""
+
+FIELDS = """
+from pyllama_kvflash.cli import main, settings
+print(len(list(settings.settable(main.commands["run"]))))
 """
 
 VARIABLES = """
@@ -80,7 +90,7 @@ def calls_of_a_step(**options):
     def count(frame, event, arg):
         nonlocal calls
         calls += event == "call"
-        if event == "c_call" and getattr(arg, "__name__", "").startswith("kvf_decode"):
+        if event == "c_call" and getattr(arg, "__name__", "") in ("kvf_sample", "llama_sampler_sample"):
             steps.append(calls)
             calls = 0
 
@@ -111,11 +121,16 @@ def main() -> None:
     root = args.root.resolve()
     counts: dict[str, int | None] = {}
     counts |= tried(lambda: [options(root)], "options of `kvflash run`")
+    counts |= tried(lambda: [int(child(root, FIELDS))], "`--set` fields")
     counts |= tried(lambda: [int(child(root, VARIABLES))], "environment variables of options")
     for part, patterns in PARTS.items():
         found = files(root, patterns)
         counts[f"{part}: files"] = len(found)
-        counts[f"{part}: lines"] = sum(path.read_bytes().count(b"\n") for path in found)
+        counts[f"{part}: lines"] = sum(map(n_lines, found))
+    code = [path for part in CODE for path in files(root, PARTS[part])]
+    counts["patches: changed lines"] = sum(map(changed_lines, files(root, ("patches/*.patch",))))
+    counts[f"files over {LONG_FILE} lines"] = sum(n_lines(path) > LONG_FILE for path in code)
+    counts[f"functions over {LONG_FUNCTION} lines, Python"] = sum(map(long_functions, code))
     if args.tests:
         counts |= tried(lambda: [test_cases(root)], "test cases")
     counts |= tried(
@@ -124,9 +139,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(counts, indent=2))
         return
-    print("| | |\n|---|---:|")
-    for name, count in counts.items():
-        print(f"| {name} | {'-' if count is None else f'{count:,}'} |")
+    print(markdown(["", ""], [[name, "-" if n is None else f"{n:,}"] for name, n in counts.items()]), end="")
 
 
 def tried(count: Callable[[], list[int]], *names: str) -> dict[str, int | None]:
@@ -145,6 +158,26 @@ def files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
     known = {root / name for name in listed.stdout.splitlines()}
     found = {path for pattern in patterns for path in root.glob(pattern) if path.is_file()}
     return sorted(found & known if known else found)
+
+
+def n_lines(path: Path) -> int:
+    """Return the lines of a file."""
+    return path.read_bytes().count(b"\n")
+
+
+def changed_lines(patch: Path) -> int:
+    """Return how many lines a patch adds and removes."""
+    return len(re.findall(r"^(?:\+(?!\+\+ )|-(?!-- ))", patch.read_text("utf-8"), re.MULTILINE))
+
+
+def long_functions(path: Path) -> int:
+    """Return how many functions of a Python file are longer than LONG_FUNCTION lines."""
+    if path.suffix != ".py":
+        return 0
+    found = (
+        n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return sum((n.end_lineno or 0) - n.lineno + 1 > LONG_FUNCTION for n in found)
 
 
 def python_of(root: Path) -> tuple[str, str]:

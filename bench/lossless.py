@@ -26,6 +26,7 @@ from kvflash_bench.grid import usual_coarse
 from kvflash_bench.prompts import Prompts
 from kvflash_bench.ruler_texts import SAMPLE, TASKS, make_text
 from kvflash_bench.steps import hardware
+from kvflash_bench.tables import Live
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.lossless import Lossless
@@ -35,6 +36,10 @@ from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.pool.exact import ExactReader
 
 WIDTH = 9
+COLUMNS = (
+    *("text", "policy", "pool", "seed", "full, tok/s", "lossless, tok/s", "ratio", "right", "tokens a round"),
+    *("other bits", "same", "apart", "by width"),
+)
 
 Logits = npt.NDArray[np.float32]
 
@@ -157,13 +162,19 @@ class Row(NamedTuple):
     apart: float
     by_width: float
 
-    def __str__(self) -> str:
-        """Return a line of the table."""
-        return (
-            f"| {self.text} | {self.policy} | {self.pool:,} | {self.seed or 'greedy'} | {self.full_rate:.2f} | {self.rate:.2f} |"
-            f" {self.rate / self.full_rate:.2f} | {100 * self.right:.1f} % | {self.each_round:.2f} |"
-            f" {self.bits[0]} of {self.bits[1]} | {self.same} of {self.n} | {self.apart:.3f} | {self.by_width:.3f} |"
-        )
+    def cells(self) -> list[str]:
+        """Return the cells of COLUMNS."""
+        return [
+            *(self.text, self.policy, f"{self.pool:,}", str(self.seed or "greedy")),
+            *(f"{x:.2f}" for x in (self.full_rate, self.rate, self.rate / self.full_rate)),
+            *(f"{100 * self.right:.1f} %", f"{self.each_round:.2f}"),
+            *(
+                f"{self.bits[0]} of {self.bits[1]}",
+                f"{self.same} of {self.n}",
+                f"{self.apart:.3f}",
+                f"{self.by_width:.3f}",
+            ),
+        ]
 
 
 class Bench:
@@ -275,16 +286,14 @@ def main() -> None:
     print(
         f"{hardware()}\n\n{args.model.name}, prompts of {args.context - args.tokens - 16:,} tokens, -fa {args.flash_attn}\n"
     )
-    print(
-        "| text | policy | pool | seed | full, tok/s | lossless, tok/s | ratio | right | tokens a round | other bits | same | apart |"
-        " by width |\n|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-    )
+    table = Live(*COLUMNS)
     found: list[Row] = []
     fresh = multiprocessing.get_context("spawn")  # a GPU's state does not survive a fork
     with ProcessPoolExecutor(args.processes, fresh, _open, (args,)) as workers:
         for job in as_completed([workers.submit(_rows, job) for job in jobs(args)]):
             found += job.result()
-            print(*job.result(), sep="\n", flush=True)
+            for row in job.result():
+                table.row(*row.cells())
     print("", *totals(found), sep="\n")
 
 

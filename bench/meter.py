@@ -15,6 +15,7 @@ import numpy as np
 
 from kvflash_bench.grid import usual_coarse
 from kvflash_bench.steps import hardware
+from kvflash_bench.tables import Live
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.options import Options
 
@@ -46,10 +47,7 @@ def main() -> None:
     print(
         f"{hardware()}\n\n{args.model.name}, context {args.context:,}, {args.policy} with a pool of {args.pool:,}, -fa {args.flash_attn}\n"
     )
-    print(
-        "| text | share | checked | the meter says | KLD | the full cache says | of the time | tok/s |\n"
-        "|---|---:|---:|---:|---:|---:|---:|---:|"
-    )
+    table = Live("text", "share", "checked", "the meter says", "KLD", "the full cache says", "of the time", "tok/s")
     options: dict[str, Any] = {
         "n_ctx": args.context,
         "n_threads": args.threads,
@@ -74,17 +72,18 @@ def main() -> None:
                     said, true = 100 * (s.agreement or 0), truth(kv, prompt, ids)
                     time_s = s.prefill_s + s.decode_s
                     sums[share].append([s.checked, s.agreed, true * (len(ids) - 1), len(ids) - 1, s.check_s, time_s])
-                    print(
-                        f"| {text.stem} {i} | {share:g} | {s.checked} | {said:.1f} % | {s.kld or 0:.4f} |"
-                        f" {100 * true:.1f} % | {100 * s.check_s / time_s:.1f} % | {s.decode_rate:.2f} |",
-                        flush=True,
+                    shares = (
+                        f"{said:.1f} %",
+                        f"{s.kld or 0:.4f}",
+                        f"{100 * true:.1f} %",
+                        f"{100 * s.check_s / time_s:.1f} %",
                     )
+                    table.row(f"{text.stem} {i}", f"{share:g}", s.checked, *shares, f"{s.decode_rate:.2f}")
     for share, rows in sums.items():
         checked, agreed, right, n, check_s, time_s = np.sum(rows, axis=0)
         said = f"{100 * agreed / max(1, checked):.1f} %"
-        print(
-            f"| all | {share:g} | {checked:.0f} | {said} | - | {100 * right / n:.1f} % | {100 * check_s / time_s:.1f} % | - |"
-        )
+        true, of_time = f"{100 * right / n:.1f} %", f"{100 * check_s / time_s:.1f} %"
+        table.row("all", f"{share:g}", f"{checked:.0f}", said, "-", true, of_time, "-")
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ import re
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from kvflash_bench.grid import machine
 from kvflash_bench.tables import markdown
+from served import Served, serving
 
 COLUMNS = ["prompt", "--kvflash", "RAM at most", "RAM said", "RAM measured", "%", "GPU at most", "GPU measured", "%"]
 SCRIPT = Path(sys.executable).with_name("kvflash")
@@ -59,41 +59,19 @@ def at_most(name: str, text: str) -> float | None:
     return float(found[1]) * (1024 if found[2] == "GiB" else 1) if found else None
 
 
-def served(command: list[str], texts: list[str]) -> tuple[str, int]:
+def served(texts: list[str], *args: str) -> tuple[str, int]:
     """Start a server, and have it answer each text. Return what it said first, and the most RAM that it took, in MiB."""
-    said = url = ""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            for line in process.stderr or ():
-                said += line
-                if address := re.search(r"http://[\d.:]+", line):
-                    url = f"{address[0]}/v1/completions"
-                if line.endswith("ready\n"):
-                    break
-            else:  # it ended before it was ready
-                sys.exit(said)
-            with ThreadPoolExecutor(len(texts)) as clients:
-                list(clients.map(lambda text: ask(url, text), texts))
-            status = Path(f"/proc/{process.pid}/status").read_text()
-        finally:
-            process.terminate()
+    with serving(*args) as server, ThreadPoolExecutor(len(texts)) as clients:
+        list(clients.map(partial(ask, server), texts))
+        status = Path(f"/proc/{server.process.process.pid}/status").read_text()
     found = re.search(r"VmHWM:\s*(\d+)", status)
-    return said, int(found[1]) // 1024 if found else 0
+    return "".join(server.process.began), int(found[1]) // 1024 if found else 0
 
 
-def ask(url: str, text: str) -> None:
+def ask(server: Served, text: str) -> None:
     """Have a server write a few tokens after a text, cut to its context."""
-    while True:
-        body = json.dumps({"prompt": text, "max_tokens": 16, "temperature": 0}).encode()
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request) as answer:
-                answer.read()
-            return
-        except urllib.error.HTTPError:  # it does not fit
-            text = text[: len(text) * 19 // 20]
-        else:
-            return
+    while server.http.post("/v1/completions", json={"prompt": text, "max_tokens": 16, "temperature": 0}).is_error:
+        text = text[: len(text) * 19 // 20]
 
 
 def main() -> None:
@@ -111,21 +89,8 @@ def main() -> None:
         text = Path(args.file).read_text()
         texts = [text[i * len(text) // args.slots :][: len(text) // args.slots] for i in range(args.slots)]
         for pool in args.pools:
-            command = [
-                script,
-                "serve",
-                args.model,
-                "-np",
-                str(args.slots),
-                "-c",
-                args.ctx_size,
-                "--kvflash",
-                pool,
-                "--port",
-                "0",
-                "-v",
-            ]
-            said, ram = served([*command, *options], texts)
+            slots = ("-np", str(args.slots), "-c", args.ctx_size)
+            said, ram = served(texts, "-m", args.model, *slots, "--kvflash", pool, "-v", *options)
             most = at_most("RAM", said) or 0
             rows.append([pool, f"{most:,.0f}", f"{ram:,}", f"{100 * most / ram - 100:+.1f}"])
             print(*rows[-1], sep=" | ", flush=True)

@@ -28,6 +28,7 @@ import numpy as np
 
 from kvflash_bench.shapes import SHAPES, Shape, shape_file
 from kvflash_bench.steps import decode_steps, hardware
+from kvflash_bench.tables import markdown
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.native import Context, Record
 from pyllama_kvflash.native.checksum import Checksum
@@ -118,11 +119,11 @@ class Phases:
     def table(self) -> str:
         """Return them as Markdown."""
         rows = [
-            f"| {name} | {seconds:.2f} s | {self.first[name] - self.begin:.2f} s | {self.last[name] - self.begin:.2f} s |"
+            [name, *(f"{s:.2f} s" for s in (seconds, self.first[name] - self.begin, self.last[name] - self.begin))]
             for name, seconds in sorted(self.seconds.items())
             if self.first.get(name, 0) >= self.begin and not name.startswith(",")
         ]
-        return "\n".join(["| phase | all threads | from | to |", "|---|---:|---:|---:|", *rows])
+        return markdown(["phase", "all threads", "from", "to"], rows)
 
 
 def uncached(path: Path) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from kvflash_bench.grid import cpu_name
+from kvflash_bench.tables import Live
 from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.events import Token
 
@@ -219,13 +220,19 @@ def main() -> None:
         return
 
     print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} processors; `{' '.join(['bench/rpc.py', *sys.argv[1:]])}`\n")
-    print(
-        "| | prefill tok/s | KiB a prompt token | decode tok/s | round trips a token | messages | KiB a token | pages in |"
+    columns = (
+        "prefill tok/s",
+        "KiB a prompt token",
+        "decode tok/s",
+        "round trips a token",
+        "messages",
+        "KiB a token",
+        "pages in",
     )
-    print("|---|---|---|---|---|---|---|---|")
+    table = Live("", *columns)
     with tempfile.TemporaryDirectory() as folder, Servers(2, Path(folder), args.threads) as servers:
         for case in (case for case in CASES if args.only in case.title):
-            print(_row(case, _measured(case, args, servers.endpoints)), flush=True)
+            table.row(*_cells(case, _measured(case, args, servers.endpoints)))
 
 
 def _measured(case: Case, args: argparse.Namespace, endpoints: list[str]) -> dict[str, float]:
@@ -235,9 +242,9 @@ def _measured(case: Case, args: argparse.Namespace, endpoints: list[str]) -> dic
     return dict(json.loads(res.stdout))
 
 
-def _row(case: Case, found: dict[str, float]) -> str:
+def _cells(case: Case, found: dict[str, float]) -> list[str]:
     counted = case.rtt is not None
-    cells = [
+    return [
         case.title,
         f"{found['prefill']:.0f}",
         f"{found['prefill_bytes'] / 1024:,.1f}" if counted else "",
@@ -246,7 +253,6 @@ def _row(case: Case, found: dict[str, float]) -> str:
         f"{found['bytes'] / 1024:,.1f}" if counted else "",
         f"{found['pages']:.0f}" if "pool" in case.title else "",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvflash_bench.answers import make_text
 from kvflash_bench.steps import hardware
+from kvflash_bench.tables import Live
 from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Spec
@@ -122,8 +123,8 @@ def main() -> None:
     print(
         f"{args.model.name}, {n_tokens:,} tokens, pool {args.pool:,}, {args.tokens} tokens each, --draft-max {args.draft_max}; {hardware()}"
     )
-    print(f"\n| clients | {first} |{''.join(f' {name} | times as fast | same text |' for name in others)}")
-    print(f"|---:|---:|{'---:|---:|---|' * len(others)}")
+    print()
+    table = Live("clients", first, *(title for name in others for title in (name, "times as fast", "same text")))
     for n in counts:
         prompts = texts(kv, args.text, n_tokens, n)
         rates: dict[str, list[float]] = {name: [] for name in servers}
@@ -133,11 +134,11 @@ def main() -> None:
                 rate, said[name] = ask(server, prompts, args.tokens)
                 if i:  # the first round reads the prompts; the others find them in the sequences
                     rates[name].append(rate)
-        base, row = median(rates[first]), ""
+        base, cells = median(rates[first]), list[str]()
         for name in others:
             rate, same = median(rates[name]), sum(a == b for a, b in zip(said[first], said[name], strict=True))
-            row += f" {rate:.0f} tok/s | {rate / base:.2f} | {same} of {n} |"
-        print(f"| {n} | {base:.0f} tok/s |{row}", flush=True)
+            cells += [f"{rate:.0f} tok/s", f"{rate / base:.2f}", f"{same} of {n}"]
+        table.row(n, f"{base:.0f} tok/s", *cells)
     for server in servers.values():
         server.end()
         server.join(30)

@@ -25,6 +25,7 @@ from kvflash_bench.grid import Variant
 from kvflash_bench.recall import open_variant
 from kvflash_bench.shapes import SHAPES, shape_file
 from kvflash_bench.steps import decode_steps, hardware
+from kvflash_bench.tables import markdown
 
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = ("cuda_runtime", "cuda_driver")
@@ -125,10 +126,8 @@ def show_nodes(label: str, events: Sequence[dict[str, Any]], n: int) -> None:
 
 def table(head: str, rows: dict[str, list[float]], labels: Sequence[str], least: float) -> None:
     """Print the rows with a value of at least `least`, the largest first."""
-    print(f"\n| {head} | {' | '.join(labels)} |\n|---|{'---:|' * len(labels)}")
-    for name, values in sorted(rows.items(), key=lambda row: -max(row[1])):
-        if max(values) >= least:
-            print(f"| {name} | {' | '.join(f'{value:,.1f}' for value in values)} |")
+    shown = sorted((row for row in rows.items() if max(row[1]) >= least), key=lambda row: -max(row[1]))
+    print("\n" + markdown([head, *labels], [[name, *(f"{value:,.1f}" for value in values)] for name, values in shown]))
 
 
 def show(found: dict[str, tuple[float, list[Token]]]) -> None:

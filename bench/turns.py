@@ -15,18 +15,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 
 from kvflash_bench.shapes import SHAPES, kept_file, write_shape
 from kvflash_bench.steps import hardware
+from kvflash_bench.tables import Live
 from pyllama_kvflash.needle import BUNDLED_MODEL
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from support.processes import server_process
+from served import Served, serving
 
 N_ANSWER = 16
 N_WORDS = 4000  # tokens that are used: the bundled model has more
@@ -35,31 +31,26 @@ N_WORDS = 4000  # tokens that are used: the bundled model has more
 class Conversation:
     """A text of token ids that grows turn by turn."""
 
-    def __init__(self, url: str, tokens: list[int], way: str) -> None:
+    def __init__(self, server: Served, tokens: list[int], way: str, table: Live) -> None:
         self.tokens = tokens
-        self._url, self._way = url, way
+        self._server, self._way, self._table = server, way, table
 
     def take(self, kind: str, new: list[int]) -> None:
         """Take a turn, and print it."""
         self.tokens = [*self.tokens, *new]
         body = {"prompt": self.tokens, "n_predict": N_ANSWER, "ignore_eos": True, "n_probs": 1, "temperature": 0}
         begin = time.perf_counter()
-        res = httpx.post(f"{self._url}/completion", json=body, timeout=None)
+        found = self._server.post("/completion", body)
         seconds = time.perf_counter() - begin
-        if res.is_error:
-            sys.exit(f"the server answers {res.status_code}: {res.text}")
-        found: dict[str, Any] = res.json()
         t, n = found["timings"], len(self.tokens)
         rate = 1000 / t["predicted_per_token_ms"]
         read, answered = t["prompt_ms"] / 1000, t["predicted_ms"] / 1000
-        print(
-            f"| {self._way} | {kind} | {n:,} | {n - t['prompt_n']:,} | {read:.2f} | {answered:.2f} | {seconds:.2f} | {rate:.1f} |",
-            flush=True,
-        )
+        times = (f"{s:.2f}" for s in (read, answered, seconds))
+        self._table.row(self._way, kind, f"{n:,}", f"{n - t['prompt_n']:,}", *times, f"{rate:.1f}")
         self.tokens += [each["id"] for each in found["completion_probabilities"]]
 
 
-def measure(model: Path, way: str, options: list[str], n: int, n_turn: int) -> None:
+def measure(model: Path, way: str, options: list[str], n: int, n_turn: int, table: Live) -> None:
     """Take all turns in one way."""
     rng = np.random.default_rng(0)
 
@@ -68,8 +59,8 @@ def measure(model: Path, way: str, options: list[str], n: int, n_turn: int) -> N
 
     with tempfile.TemporaryDirectory() as folder:
         command = (model, "-np", "1", "--prefix-cache", folder, *options)
-        with server_process(*command) as server:
-            talk = Conversation(server.url, [], way)
+        with serving(*command) as server:
+            talk = Conversation(server, [], way, table)
             talk.take("first", words(n))
             for _ in range(2):
                 talk.take("turn", words(n_turn))
@@ -79,12 +70,12 @@ def measure(model: Path, way: str, options: list[str], n: int, n_turn: int) -> N
             last, talk.tokens = talk.tokens, kept
             talk.take("branch", words(n_turn))
             talk.take("turn of it", words(n_turn))
-            held = re.findall(r"checkpoint_bytes (\d+)", httpx.get(f"{server.url}/metrics", timeout=None).text)
+            held = re.findall(r"checkpoint_bytes (\d+)", server.http.get("/metrics").text)
             print(
                 f"{way}: checkpoints take {int(held[0]) >> 20 if held else '?'} MiB of RAM", file=sys.stderr, flush=True
             )
-        with server_process(*command) as server:
-            again = Conversation(server.url, talk.tokens, way)
+        with serving(*command) as server:
+            again = Conversation(server, talk.tokens, way, table)
             again.take("restarted", words(n_turn))
             again.tokens = last
             again.take("the other branch", words(n_turn))
@@ -106,13 +97,11 @@ def main() -> None:
         if not model.exists():
             write_shape(args.model, model, BUNDLED_MODEL)
     options = ["-c", str(args.tokens + 10 * (args.turn + 2 * N_ANSWER)), *options]
-    print(
-        f"{args.model}, a turn of {args.turn:,} tokens; {hardware()}\n\n| | | tokens | again | read s | answer s | all s | tok/s |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    print(f"{args.model}, a turn of {args.turn:,} tokens; {hardware()}\n")
+    table = Live("", "", "tokens", "again", "read s", "answer s", "all s", "tok/s")
     for each in args.way:
         way, _, given = each.partition("=")
-        measure(model, way, [*options, *shlex.split(given)], args.tokens, args.turn)
+        measure(model, way, [*options, *shlex.split(given)], args.tokens, args.turn, table)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,15 @@ def options(command: str) -> dict[str, click.Option]:
     return {str(p.envvar): p for p in params if p.envvar}
 
 
+def test_benches_are_released_with_the_package() -> None:
+    """They use more of it than its public names: so one version goes with one."""
+    benches = tomllib.loads((ROOT / "bench" / "pyproject.toml").read_text("utf-8"))["project"]
+    version = PROJECT["project"]["version"]
+    assert benches["version"] == version
+    assert f"pyllama-kvflash=={version}" in benches["dependencies"]
+    assert PROJECT["project"]["optional-dependencies"]["bench"] == [benches["name"]]
+
+
 def test_the_container_serves_where_it_says() -> None:
     serve = options("serve")
     assert set(re.findall(r"LLAMA_ARG_\w+", DOCKERFILE)) <= serve.keys()
@@ -91,7 +100,7 @@ def test_files_of_a_release_come_from_jobs_before_it() -> None:
     found = jobs("release")
     for job in ("release", "pypi"):
         assert set(found[job]["needs"]) == {"sdist", "wheel"}
-    for job, path in (("sdist", "dist/*.tar.gz"), ("wheel", "dist/*.whl")):
+    for job, path in (("sdist", "dist/*"), ("wheel", "dist/*.whl")):
         [upload] = [s for s in found[job]["steps"] if s.get("uses", "").startswith("actions/upload-artifact@")]
         assert upload["with"]["path"] == path
     assert yaml.safe_load(WORKFLOWS["release"])[True] == {"push": {"tags": ["v*"]}}, "YAML reads `on` as true"

@@ -15,9 +15,9 @@ from kvflash_bench.grid import Results, short
 from kvflash_bench.steps import WARM_UP, Steps, decode_steps, hardware, near
 from kvflash_bench.tables import command, markdown, write_files
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.engine.loading import load
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Prefill, Warn
+from pyllama_kvflash.loading.load import load
 from pyllama_kvflash.native import NONE, Context, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Scores, State, View

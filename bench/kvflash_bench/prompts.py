@@ -14,7 +14,7 @@ class Prompts:
 
     def __init__(self, model: Model) -> None:
         """Load the chat template. Raises UsageError for one that cannot be used."""
-        from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (an extra)
+        from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (an extra)
 
         self._model = model
         self._template = ChatTemplate.of(model) if model.meta("tokenizer.chat_template") is not None else None
@@ -23,7 +23,7 @@ class Prompts:
         """Return the token ids (n,) int32 of a prompt that ends where the first answer continues. said: of that answer."""
         if self._template is None:
             return self._model.tokenize(question.text + question.prefix + said)
-        from pyllama_kvflash.chat import tokenize_chat  # noqa: PLC0415 (an extra)
+        from pyllama_kvflash.chat.engine import tokenize_chat  # noqa: PLC0415 (an extra)
 
         message = {"role": "user", "content": question.text}
         return tokenize_chat(self._model, self._template.render([message]) + question.prefix + said)

@@ -15,13 +15,13 @@ from pyllama_kvflash.cli.fetch import outlined
 from pyllama_kvflash.cli.memory import sum_line
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
-from pyllama_kvflash.engine import expected
-from pyllama_kvflash.engine.bits import SMALL_BATCH
-from pyllama_kvflash.engine.loading import check_file
-from pyllama_kvflash.engine.need import DRIVER
-from pyllama_kvflash.engine.offers import Offer, Rank, best, offers, rank, usable
-from pyllama_kvflash.engine.warned import untrained
 from pyllama_kvflash.errors import UsageError, number
+from pyllama_kvflash.loading import expected
+from pyllama_kvflash.loading.bits import SMALL_BATCH
+from pyllama_kvflash.loading.load import check_file
+from pyllama_kvflash.loading.need import DRIVER
+from pyllama_kvflash.loading.offers import Offer, Rank, best, offers, rank, usable
+from pyllama_kvflash.loading.warned import untrained
 from pyllama_kvflash.native import Model, devices
 from pyllama_kvflash.text import printable
 
@@ -121,7 +121,7 @@ def plan(
         found = offers(path, n_ctx, gpu, ram, n_ubatch)
     choice = best(found, n_ctx)
     typed = [*params.rope_flags(rope), *(["-ub", str(n_ubatch)] if n_ubatch else [])]
-    command = partial(_command, named=named, n_ctx=n_ctx, typed=typed)
+    command = partial(command_of, named=named, n_ctx=n_ctx, typed=typed)
     for warning in warnings:
         reporter.warn(warning)
     if as_json:
@@ -134,7 +134,7 @@ def plan(
         card = f"a GPU with {_gib(memory or gpu)}{free}" if gpu else "no GPU"
         _show(f"{name}, context {n_ctx:,}; {card}; {_gib(ram)} of RAM", found, choice, n_ctx)
     if choice is None:
-        raise UsageError(_too_small(found))
+        raise UsageError(too_small(found))
     if not as_json:
         click.echo(f"\n{_why(choice, found, n_ctx)}")
         click.echo(command(choice))
@@ -189,12 +189,12 @@ def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> No
         table.add_column(name, no_wrap=name != "answers")
     for offer in found:
         row = (
-            f"{'> ' if offer is choice else '  '}{_label(offer)}",
+            f"{'> ' if offer is choice else '  '}{label(offer)}",
             _gib(offer.bytes_of(gpu=True), unit=""),
             _gib(offer.bytes_of(gpu=False), unit=""),
             _fits(offer, n_ctx),
-            _speed(offer, n_ctx),
-            _answers(offer, n_ctx),
+            speed(offer, n_ctx),
+            answers(offer, n_ctx),
         )
         table.add_row(*row)
     console.print(head, markup=False, soft_wrap=True)
@@ -208,7 +208,7 @@ def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> No
             console.print(f"{need.name if need.gpu else 'RAM'}: {sum_line(need)}", markup=False, soft_wrap=True)
 
 
-def _label(offer: Offer) -> str:
+def label(offer: Offer) -> str:
     """Return what a way is called in the table."""
     name = "full" if offer.n_pool is None else f"pool {offer.options['pool'] // 1024}K"
     kind = f"{offer.options.get('type_k', 'f16')}{' in RAM' if offer.kind == 'RAM' else ''}"
@@ -229,20 +229,21 @@ def _flags(offer: Offer) -> list[str]:
     return flags + (["-ub", str(o["n_ubatch"])] if "n_ubatch" in o else [])
 
 
-def _command(offer: Offer, named: list[str], n_ctx: int, typed: list[str]) -> str:
-    """typed: options that were given, and are not a way's."""
+def command_of(offer: Offer, named: list[str], n_ctx: int, typed: list[str]) -> str:
+    """Return what to type for a way. typed: options that were given, and are not a way's."""
     context = f"{n_ctx // 1024}K" if n_ctx % 1024 == 0 else str(n_ctx)
     moe = ["--n-cpu-moe", "auto"] if offer.moves else []
     return shlex.join(["kvflash", "run", *named, "-f", "long.txt", "-c", context, *typed, *_flags(offer), *moe])
 
 
-def _speed(offer: Offer, n_ctx: int) -> str:
+def speed(offer: Offer, n_ctx: int) -> str:
+    """Return how fast answers are, in words."""
     if offer.lossless:
         return f"{number(expected.LOSSLESS[0])}-{number(expected.LOSSLESS[1])} x"
-    speed = offer.speed(n_ctx)
+    times = offer.speed(n_ctx)
     if _of_ram(offer):
         return f"≤ {number(float(f'{offer.most_speed:.2g}'))} tok/s"
-    return "not measured" if speed is None else f"{speed:.2g} x"
+    return "not measured" if times is None else f"{times:.2g} x"
 
 
 def _of_ram(offer: Offer) -> bool:
@@ -269,10 +270,10 @@ def _fits(offer: Offer, n_ctx: int) -> str:
     if offer.lacking:
         return f"no: {', '.join(offer.lacking)}"
     slow = (offer.speed(n_ctx) or 1) < _SLOW
-    return "avoid" if slow or _answers(offer, n_ctx) == _BROKEN else "yes"
+    return "avoid" if slow or answers(offer, n_ctx) == _BROKEN else "yes"
 
 
-def _answers(offer: Offer, n_ctx: int) -> str:
+def answers(offer: Offer, n_ctx: int) -> str:
     """Return what long answers are beside the full f16 cache's, by their mean KL divergence."""
     far = offer.divergence(n_ctx)
     if far is None:
@@ -296,17 +297,18 @@ def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
         "needs": [asdict(need) for need in offer.needs],
         "speed": offer.speed(n_ctx),
         "layers_on_cpu": offer.n_on_cpu,
-        "answers": _answers(offer, n_ctx),
+        "answers": answers(offer, n_ctx),
         "kld": offer.divergence(n_ctx),
     }
 
 
-def _too_small(found: list[Offer]) -> str:
+def too_small(found: list[Offer]) -> str:
+    """Return the sentence for a machine on which no way fits."""
     least = min(usable(found), key=lambda offer: sum(offer.lacking.values()))
     weights = sum(need.weights for need in least.needs if need.gpu == least.on_gpu)
     lacks = " and ".join(f"{where} lacks {_gib(n)}" for where, n in least.lacking.items())
     return (
-        f"nothing that is worth running fits: for the nearest ({_label(least)}), {lacks}, with {_gib(weights)} of"
+        f"nothing that is worth running fits: for the nearest ({label(least)}), {lacks}, with {_gib(weights)} of"
         f" weights{' on the GPU' if least.on_gpu else ''}; take a smaller quantisation or a shorter context (-c)"
     )
 

@@ -13,10 +13,12 @@ _READY_SECONDS = 300  # within which a server must be ready
 
 
 class ServerProcess:
-    """A server that is ready. url: without /v1. said: the lines of its log since; all of them once ended() has returned."""
+    """A server that is ready. url: without /v1. began: the lines of its log until then. said: those since; all of them once
+    ended() has returned.
+    """
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
+    def __init__(self, process: subprocess.Popen[str], url: str, began: list[str]) -> None:
+        self.process, self.url, self.began = process, url, began
         self.said: list[str] = []
         # a pipe that nobody reads would fill up and stop the server
         self._reader = threading.Thread(target=self.said.extend, args=(process.stderr,), daemon=True)
@@ -52,7 +54,7 @@ def server_process(
             if found is None:
                 raise RuntimeError("".join(lines))
             late.cancel()
-            server = ServerProcess(process, found[1])
+            server = ServerProcess(process, found[1], lines)
             yield server
         finally:
             late.cancel()

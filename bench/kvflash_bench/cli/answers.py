@@ -22,8 +22,8 @@ from pyllama_kvflash.cli.fetch import model_path, named_model
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import CellBar, Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
-from pyllama_kvflash.engine.loading import check_file, why_uncoded
 from pyllama_kvflash.errors import Interrupted, UsageError, counted
+from pyllama_kvflash.loading.load import check_file, why_uncoded
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.text import printable
 

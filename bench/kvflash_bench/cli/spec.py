@@ -13,7 +13,7 @@ from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.fetch import model_path
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads
-from pyllama_kvflash.engine.loading import check_file
+from pyllama_kvflash.loading.load import check_file
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import CHUNKS, FLASH_ATTN
 from pyllama_kvflash.text import printable

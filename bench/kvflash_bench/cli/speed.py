@@ -20,8 +20,8 @@ from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, writes
-from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import NativeError, UsageError
+from pyllama_kvflash.loading.load import check_file
 from pyllama_kvflash.options import FLASH_ATTN
 from pyllama_kvflash.text import printable
 
