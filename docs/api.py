@@ -70,7 +70,7 @@ def signature(node: ast.FunctionDef, owner: str = "") -> str:
 
 
 def fields(node: ast.ClassDef, lines: list[str]) -> str:
-    """Return the fields of a dataclass as a table; nothing for other classes."""
+    """Return the fields of a dataclass as a table, without those for measurements; nothing for other classes."""
     said = comments(lines)
     rows = []
     for item in node.body:
@@ -79,6 +79,8 @@ def fields(node: ast.ClassDef, lines: list[str]) -> str:
         of = range(item.lineno, (item.end_lineno or item.lineno) + 1)
         default = f"`{ast.unparse(item.value)}`" if item.value else ""
         what = " ".join(said[i] for i in of if i in said)
+        if what.startswith("for measurements: "):
+            continue
         rows.append((f"`{ast.unparse(item.target)}`", f"`{ast.unparse(item.annotation)}`", default, what))
     if not rows:
         return ""

@@ -19,7 +19,6 @@ class Keywords(TypedDict, total=False):
     pool: int | str
     auto_cap: int | None
     chunk: int
-    sinks: int
     tail: int
     pins: tuple[tuple[int, int], ...]
     n_parallel: int
@@ -38,7 +37,6 @@ class Keywords(TypedDict, total=False):
     again: float
     replay: int
     scorer_model: str | None
-    scorer_pool: int
     spec: Spec | None
     rope: Rope | None
     n_batch: int

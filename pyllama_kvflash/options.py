@@ -10,8 +10,8 @@ from pyllama_kvflash.native import CACHE_TYPES, Rope
 from pyllama_kvflash.policy import Scorer, n_queries
 from pyllama_kvflash.policy.coarse import CHOICES
 from pyllama_kvflash.policy.fresh import EXCHANGE
-from pyllama_kvflash.policy.sizing import AUTO_CAP, PoolShape, n_pinned, pinned_chunks
-from pyllama_kvflash.registry import policy_names
+from pyllama_kvflash.policy.sizing import AUTO_CAP, SINKS, PoolShape, n_pinned, pinned_chunks
+from pyllama_kvflash.registry import BUILT_IN, policy_names
 
 CHUNKS = (16, 32, 64)
 FLASH_ATTN = ("auto", "on", "off")
@@ -61,8 +61,6 @@ class Spec:
     """Positions, back from the last one, that the draft model remembers."""
     gate: float = 1.0
     """Drafting continues while a drafted step is worth this many plain steps. 0: always draft."""
-    sustain: int = 4
-    """Drafting stops after this many drafted steps in a row that are worth less than `gate`."""
 
     def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
@@ -77,7 +75,6 @@ class Spec:
         check_range(self.p_min, 0, 1, "spec.p_min", "0 takes every token")
         check_range(self.window, 256, 1 << 20, "spec.window", "2,048 is usual")
         check_range(self.gate, 0, 100, "spec.gate", "1 is usual, 0 drafts always")
-        check_range(self.sustain, 1, 10_000, "spec.sustain", "4 is usual")
 
     @property
     def most(self) -> int:
@@ -99,9 +96,8 @@ class Options:
         "auto"  # tokens of KV on the device; "off": the full cache; "auto": that where it fits and a pool gains little
     )
     auto_cap: int | None = None  # the largest pool of "auto", and that it takes one; None: 16,384, or the full cache
-    chunk: int = 64  # tokens that move together: 16, 32 or 64
-    sinks: int = 1  # chunks at the beginning that never leave the device
-    tail: int = 4  # chunks at the end that never leave the device
+    chunk: int = 64  # for measurements: tokens that move together: 16, 32 or 64
+    tail: int = 4  # for measurements: chunks at the end that never leave the device
     pins: tuple[tuple[int, int], ...] = ()  # ranges of positions [start, end) that never leave the device
     n_parallel: int = 1  # sequences of n_ctx positions each that share the pool; needs a policy given by name
 
@@ -118,20 +114,23 @@ class Options:
     # what is seen of the rest
     coarse: str = "auto"  # bits of the codes by which positions outside the pool are attended to: "4", "2" or "4,2" (keys, values); "off": they are not; "auto": by memory
     codes_in_panes: bool | None = (
-        None  # whether a GPU has codes where an exact pass has its layers, and on the host while a prompt is read; None: where they do not fit beside it
+        None  # for measurements: whether a GPU has codes where an exact pass has its layers, and on the host while a prompt is read; None: where they do not fit beside it
     )
 
     # which chunks are resident
     policy: str | Scorer = (
         "auto"  # a name (see registry.policy_names()), or a Scorer; "auto": fresh where there are codes, else qk
     )
-    tau: int = 0  # fewest tokens between two scorings; 0: 2, or 64 with spec
-    swaps: int = 0  # most chunks that a scoring brings back, 0: 4; with fresh, guests that a layer exchanges, 0: 32
-    share: float = 0.03  # largest share of the decode time that scoring may take; 0: no limit
-    again: float = 0.03  # a token that missed more than this share of its attention is decoded again; 0: never
-    replay: int = 64  # tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
+    tau: int = 0  # for measurements: fewest tokens between two scorings; 0: 2, or 64 with spec
+    swaps: int = 0  # for measurements: most chunks that a scoring brings back, 0: 4; with fresh, guests that a layer exchanges, 0: 32
+    share: float = 0.03  # for measurements: largest share of the decode time that scoring may take; 0: no limit
+    again: float = (
+        0.03  # for measurements: a token that missed more than this share of its attention is decoded again; 0: never
+    )
+    replay: int = (
+        64  # for measurements: tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
+    )
     scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
-    scorer_pool: int = 2048  # the pool of that model
 
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
@@ -177,7 +176,6 @@ class Options:
         check_range(self.n_ubatch, 1, MAX_TOKENS, "n_ubatch", "512 is usual")
         most = min(MAX_SEQ, self.n_ubatch, self.n_batch or MAX_SEQ)
         check_range(self.n_parallel, 1, most, "n_parallel", "a token of each must fit a batch (`n_batch`, `n_ubatch`)")
-        check_range(self.sinks, 0, MAX_TOKENS, "sinks", "1 is usual")
         check_range(self.tail, 1, MAX_TOKENS, "tail", "the chunk being written always stays")
 
     def _check_devices(self) -> None:
@@ -219,7 +217,8 @@ class Options:
     def _check_policy(self) -> None:
         check_choice(self.chunk, CHUNKS, "chunk")
         if isinstance(self.policy, str):
-            check_choice(self.policy, policy_names(), "policy")
+            if self.policy not in BUILT_IN:  # which other packages register takes long to find out
+                check_choice(self.policy, policy_names(), "policy")
         elif isinstance(self.policy, type) or not isinstance(self.policy, Scorer):
             msg = f"`policy` is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"
             raise UsageError(msg)
@@ -232,7 +231,6 @@ class Options:
         check_range(self.again, 0, 1, "again", "0.03 is usual, 0 decodes no token again")
         check_range(self.replay, 0, MAX_TOKENS, "replay", "0 runs nothing again")
         self._check_coarse()
-        check_range(self.scorer_pool, 1, MAX_TOKENS, "scorer_pool", "2,048 is usual")
 
     def _check_coarse(self) -> None:
         check_choice(self.coarse, CHOICES, "coarse")
@@ -338,8 +336,8 @@ class Options:
     @property
     def shape(self) -> PoolShape:
         """The contents that a pool must hold."""
-        pinned = n_pinned(pinned_chunks(self.pins, self.chunk), self.sinks)
-        return PoolShape(self.chunk, self.sinks, self.tail, self.n_parallel * pinned, self.n_parallel)
+        pinned = n_pinned(pinned_chunks(self.pins, self.chunk), SINKS)
+        return PoolShape(self.chunk, SINKS, self.tail, self.n_parallel * pinned, self.n_parallel)
 
     @property
     def n_draft(self) -> int:

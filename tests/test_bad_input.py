@@ -94,13 +94,10 @@ environment = commands.environment
         (("--set", "auto_cap=-1"), ("auto_cap is -1",)),
         (("--set", "auto_cap=auto"), ("--set auto_cap", "'auto'")),
         (("--set", "auto_cap=2048M"), ("auto_cap", "2,147,483,648")),
-        (("--set", "chunk=48"), ("chunk is 48", "64")),
         (
             ("--kvflash-policy", "best"),
             ("--kvflash-policy", "'best'", "auto, fresh, qk, qk-cos, lru, drafter, crosstok"),
         ),
-        (("--set", "swaps=-1"), ("swaps is -1",)),
-        (("--set", "scorer_pool=0"), ("scorer_pool is 0",)),
         (("--set", "pins=0:-1"), ("pin 0:-1", "give")),
         (("--set", "pins=0:some"), ("--set pins", "'some'")),
         (("--set", "pins=0:1M"), ("0:1048576", "67584")),

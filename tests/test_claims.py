@@ -5,6 +5,7 @@ tests/test_docs.py looks at names only.
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -16,14 +17,17 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 import click
 import starlette.applications
-from support import commands, documents, drafters, needles, real, tiny
+from support import commands, documents, drafters, forks, needles, tiny
 from support.pages import IDS, PAGES, ROOT, fences
+from support.rewritten import with_template
 
 from pyllama_kvflash import Options, Sampling
-from pyllama_kvflash.cli import main
-from pyllama_kvflash.engine import decoder, meter, need
+from pyllama_kvflash.chat.template import MAX_TEXT
+from pyllama_kvflash.cli import main, settings
+from pyllama_kvflash.engine import decoder, meter
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.json_schema import branches, document, merged, normal, numbers, patterns
+from pyllama_kvflash.loading import need
 from pyllama_kvflash.native.chat import TEMPLATE_SECONDS
 from pyllama_kvflash.native.sampler import MAX_BIASES
 from pyllama_kvflash.options import Spec
@@ -33,12 +37,10 @@ from pyllama_kvflash.serve import app, prefixes
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.protocols import answer_fields, fields, openai_request, responses_store
 from pyllama_kvflash.serve.scheduler import Scheduler
-from pyllama_kvflash.template import MAX_TEXT
 
 pytestmark = pytest.mark.native
 
 environment = commands.environment
-model = real.model
 
 SERVER = (ROOT / "docs" / "SERVER.md").read_text("utf-8")
 
@@ -64,15 +66,15 @@ FIGURES = {
         f"A pool holds some of a text's chunks ({usual.chunk} tokens each)",
         f"each layer's own attention to units of {fresh.UNIT} tokens",
         f"the first chunk, the last {WORDS[usual.tail]}, pinned ones and the one being written",
-        f"(*replay*, `Options.replay`, {usual.replay} tokens at most)",
-        f"every tau tokens (`Options.tau`, {usual.interval}; {Options(spec=Spec(kind='ngram')).interval} with `--spec`)",
-        f"At most `swaps` ({qk.n_swaps}) chunks come back each time",
-        f"for at most `Options.share` of the decode time ({100 * usual.share:.0f} %)",
-        f"If they have more than `Options.again` ({usual.again}) of its attention",
+        f"(*replay*, {usual.replay} tokens at most)",
+        f"every second token (every {Options(spec=Spec(kind='ngram')).interval}th with `--spec`)",
+        f"At most {WORDS[qk.n_swaps]} chunks come back each time",
+        f"for at most {100 * usual.share:.0f} % of the decode time",
+        f"If they have more than {100 * usual.again:.0f} % of its attention",
         f"the token is decoded again, at most {WORDS[decoder._ROUNDS]} times",
         f"a chunk keeps {WORDS[round(5 * scorers.FADES)]} fifths of its last share",
         f"**At most {scorers.MOST_LAYERS} layers.**",
-        f"exchanges at most `swaps` ({coded.n_swaps}) guests for a token",
+        f"exchanges at most {coded.n_swaps} guests for a token",
         f"With `fresh` and codes of 4 bits {'none' if coded.n_opening == 0 else 'some'} are",
         f"else the first {qk.n_opening} tokens of an answer",
     ],
@@ -104,7 +106,7 @@ FIGURES = {
         f"a text {MAX_TEXT // MIB} Mi characters",
         f"up to {branches.MAX_BRANCHES} combinations",
         f"the range has up to {number(merged.MAX_MULTIPLES)} multiples",
-        f"at most {numbers._LONGEST} digits, unless a bound has more",
+        f"at most {numbers.LONGEST} digits, unless a bound has more",
         f"at most {number(document.MAX_SCHEMAS)} schemas in it, {document.MAX_DEPTH} deep, and {document.MAX_TEXT // MIB} MiB of text",
         f"at most {number(document.MAX_NAME)} characters, patterns {number(patterns.MAX_PATTERN)}, lengths are",
         f"lengths are at most {number(document.MAX_COUNT)}, and the grammar has at most {number(normal.MAX_RULES)} rules",
@@ -137,10 +139,8 @@ def test_another_figure_is_found() -> None:
 
 def unknown_settings(text: str) -> list[str]:
     """Fields that `--set` or `Options.` names in a text, and that are not there."""
-    parts = {"": Options, "spec.": Spec, "sampling.": Sampling}
-    known = {part + name for part, kind in parts.items() for name in kind.__dataclass_fields__} | {"cache.size"}
-    named = re.findall(r"--set ([a-z_.]+)\b|\bOptions\.([a-z_]+)\b", text)
-    return sorted({name.rstrip(".") for pair in named for name in pair if name} - known - {"help"})
+    unset = set(re.findall(r"--set ([a-z_.]+)\b", text)) - settings.settable(main.commands["run"]).keys() - {"help"}
+    return sorted(unset | set(re.findall(r"\bOptions\.([a-z_]+)\b", text)) - Options.__dataclass_fields__.keys())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -149,8 +149,8 @@ def test_settings_are_fields(page: Path) -> None:
 
 
 def test_a_setting_that_is_not_there_is_found() -> None:
-    text = "`--set tau=2`, `--set nothing=1`, `--set sampling.none=2`, `--set help`, `Options.share`, `Options.rest`."
-    assert unknown_settings(text) == ["nothing", "rest", "sampling.none"]
+    text = "`--set panes=2`, `--set nothing=1`, `--set share=2`, `--set help`, `Options.share`, `Options.rest`."
+    assert unknown_settings(text) == ["nothing", "rest", "share"]
 
 
 #
@@ -212,7 +212,7 @@ NOT_RUN = {
     r"--rpc ": "needs servers",
     r"convert-draft drafter/ (?!--dry-run)": "tests/test_convert.py runs it, with a model that the drafter is for",
     r"bench ": "takes minutes: tests/test_bench_commands.py runs all with small figures",
-    r"demo$|demo  |demo --tokens 32K": "takes minutes: the shorter one is run",
+    r"demo": "takes a minute: tests/test_cli_relevance.py runs it on a shorter text",
     r"cache ": "of the user's own folder",
     r"plan model.gguf -c": "plans for this machine's GPU",
 }
@@ -245,27 +245,49 @@ def lines() -> list[Line]:
 
 
 LINES = lines()
-RUN = [line for line in LINES if not any(re.search(pattern, line.text) for pattern in NOT_RUN)]
+
+
+def options(line: Line) -> set[str]:
+    """The command of a line and its options, without their values, and what the shell does."""
+    return set(re.findall(r"kvflash (\w+)|(?<!\S)(--?[a-zA-Z][\w-]*|[|>]|&&)", line.text))
+
+
+def adds_nothing(line: Line, others: list[Line]) -> bool:
+    """Whether one of the others has all of its options. What writes a file that others read is needed."""
+    return not re.search("--save-snapshot|--trace", line.text) and any(
+        options(line) <= options(other) for other in others
+    )
+
+
+def to_run(lines: list[Line]) -> list[Line]:
+    """Few lines that have all options of all of them."""
+    res = [line for line in lines if not any(re.search(pattern, line.text) for pattern in NOT_RUN)]
+    for line in reversed(res[:]):
+        if adds_nothing(line, [other for other in res if other is not line]):
+            res.remove(line)
+    return res
+
+
+RUN = to_run(LINES)
 
 
 def test_the_commands_of_the_pages_are_found() -> None:
     pages = {line.page for line in LINES}
     assert {"README.md", "docs/CLI.md", "docs/CLIENTS.md", "docs/HUB.md", "docs/CONVERT.md"} <= pages
-    assert len(RUN) > 40
+    assert len(RUN) > 20
     for pattern in NOT_RUN:
         assert any(re.search(pattern, line.text) for line in LINES), f"no page has {pattern}"
 
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+
 @pytest.fixture(scope="module")
-def folder(model: Path, needle_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands name: a real model, for its template and its answers, and short texts. A server's contexts are long: it
-    has the small one.
-    """
+def folder(needle_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands name: the bundled model with a template, and short texts."""
     res = tmp_path_factory.mktemp("as-written")
-    for name in ("model.gguf", "small.gguf"):
-        (res / name).symlink_to(model)
-    (res / "server").mkdir()
-    (res / "server" / "model.gguf").symlink_to(needle_path)
+    model = with_template(res / "model.gguf", TEMPLATE)
+    (res / "small.gguf").symlink_to(model)
     tiny.write_worded(res / "moe.gguf", "qwen3moe", tiny.MODELS["qwen3moe"])
     drafters.write_drafter("dense", res / "drafter")
     text = needles.document(600, seed=1).text
@@ -290,25 +312,39 @@ def answers(line: Line) -> bool:
     return "kvflash run " in line.text and not re.search(r" > | -n 1$|kvflash plot", line.text)
 
 
-@pytest.mark.nightly(r"README\.md|docs/[A-Z]+\.md|pyllama_kvflash/cli/.*")
-@pytest.mark.slow
-@pytest.mark.parametrize("line", RUN, ids=[f"{line.page}: {line.text}" for line in RUN])
-def test_a_command_runs_as_it_is_written(line: Line, folder: Path, shell_environment: dict[str, str]) -> None:
-    where = folder / "server" if "kvflash serve" in line.text else folder
-    options: dict[str, Any] = {"cwd": where, "env": shell_environment, "text": True, "start_new_session": True}
+def in_a_shell(text: str, folder: Path, environ: dict[str, str], stdin: str) -> subprocess.CompletedProcess[str]:
+    """A server is stopped once it is ready."""
     with subprocess.Popen(
-        ["bash", "-o", "pipefail", "-c", line.text], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, **options,
+        ["bash", "-o", "pipefail", "-c", text], cwd=folder, env=environ, text=True, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         try:
-            if "kvflash serve" in line.text:
+            if "kvflash serve" in text:
                 assert any(said == "kvflash: ready\n" for said in process.stderr or ()), "it becomes ready"
                 os.killpg(process.pid, signal.SIGTERM)
-            out, err = process.communicate("Hello\n" if re.search("kvflash (ask|chat)", line.text) else "", timeout=300)
+            out, err = process.communicate(stdin, timeout=300)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, err
+    return subprocess.CompletedProcess(text, process.returncode, out, err)
+
+
+@pytest.mark.nightly(r"README\.md|docs/[A-Z]+\.md|pyllama_kvflash/cli/.*")
+@pytest.mark.slow
+@pytest.mark.parametrize("line", RUN, ids=[f"{line.page}: {line.text}" for line in RUN])
+def test_a_command_runs_as_it_is_written(
+    line: Line, folder: Path, shell_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = "Hello\n" if re.search("kvflash (ask|chat)", line.text) else ""
+    name, *args = shlex.split(line.text)
+    if name == "kvflash" and args[0] != "serve" and not {"|", ">", "&&"} & set(args):
+        monkeypatch.chdir(folder)
+        done = forks.forked(args, stdin.encode(), 300, shell_environment)
+        code, out, err = done.returncode, done.stdout.decode(), done.stderr.decode()
+    else:
+        done_text = in_a_shell(line.text, folder, shell_environment, stdin)
+        code, out, err = done_text.returncode, done_text.stdout, done_text.stderr
+    assert code == 0, err
     assert "Traceback" not in err
     if answers(line):
         assert out.strip(), f"there is no answer: {err}"

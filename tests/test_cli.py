@@ -28,8 +28,8 @@ from support.commands import (
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.cli import main, report
-from pyllama_kvflash.engine import memory
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.loading import memory
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -478,12 +478,6 @@ def test_off_equals_a_pool_that_holds_everything(long_file: Path) -> None:
     assert off["stats"]["n_pool"] is None
     assert off["stats"]["host_bytes"] == 0
     assert pool["text"] == off["text"]
-
-
-@pytest.mark.parametrize("chunk", ["16", "32", "64"])
-def test_chunk_sizes(long_file: Path, chunk: str) -> None:
-    found = summary("-f", str(long_file), *POOLED, "-n", "1", "--set", f"chunk={chunk}", "--kvflash-policy", "lru")
-    assert found["stats"]["stored"] == found["stats"]["n_prompt"] // int(chunk)
 
 
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0", "bf16"])

@@ -19,7 +19,7 @@ from support.commands import USAGE, check_error, good, invoke, summary
 
 from pyllama_kvflash.cli import flags, main, params, roles, settings
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import Rope, Sampling
+from pyllama_kvflash.native import Rope
 from pyllama_kvflash.options import Options, Spec
 
 pytestmark = pytest.mark.native
@@ -47,7 +47,7 @@ def parsed(command: str, *args: str) -> dict[str, Any]:
 #
 
 OURS = {
-    *("pool", "coarse", "policy", "prefill", "mode", "min_agreement", "spec_kind", "host_limit", "disk"),
+    *("pool", "coarse", "policy", "prefill", "mode", "spec_kind", "host_limit", "disk"),
     *("save_snapshot", "restore", "append", "prefix_cache"),
 }
 """Options of `run` that llama.cpp has no like of: about the pool, drafts, memory and snapshots."""
@@ -56,13 +56,15 @@ SHORT = {"--kvflash-exact"}
 TAKEN = {"--jinja", "--rope-scaling", "--rope-scale", "--rope-freq-scale", "--rope-freq-base"}
 TAKEN |= {f"--yarn-{name}" for name in ("orig-ctx", "ext-factor", "attn-factor", "beta-slow", "beta-fast")}
 """Options of llama.cpp that change nothing, or that only the help of another one names."""
+MEASURED = {"chunk", "tail", "codes_in_panes", "tau", "swaps", "share", "again", "replay"}
+"""Fields that measurements and tests vary, and nobody else."""
 
 
 def test_run_has_few_options() -> None:
     shown = [option.name for option in options("run") if not option.hidden]
-    assert len(shown) + 1 <= 51  # and --help
+    assert len(shown) <= 49
     assert set(shown) >= OURS
-    assert len(OURS) <= 13
+    assert len(OURS) <= 12
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve", "inspect"])
@@ -100,10 +102,9 @@ def test_quiet_or_verbose(args: tuple[str, ...], want: bool | None) -> None:
 
 def test_the_size_of_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's variable holds for a run, too: else a run would take from the server's files."""
-    assert params.cache_size({"settings": {}}) == 20 << 30
+    assert params.cache_size() == 20 << 30
     monkeypatch.setenv("KVFLASH_PREFIX_CACHE_SIZE", "64GiB")
-    assert params.cache_size({"settings": {}}) == 64 << 30
-    assert params.cache_size(parsed("run", "--set", "cache.size=1G")) == 1 << 30
+    assert params.cache_size() == 64 << 30
 
 
 @pytest.mark.parametrize("option", ["--grammar", "--grammar-file"])
@@ -137,21 +138,21 @@ def test_commands_that_have_a_pool_have_it() -> None:
     assert {("run",), ("chat",), ("serve",), ("inspect",)} <= set(POOLED)
 
 
+def test_few_fields_are_set() -> None:
+    assert len(settings.settable(COMMANDS["run",])) <= 20
+
+
 @pytest.mark.parametrize("names", POOLED, ids=" ".join)
-def test_every_field_has_one_way_to_be_set(names: tuple[str, ...]) -> None:
-    """An option or a setting, but for those that the command itself sets."""
-    known = settings.settable(COMMANDS[names])
-    own = {option.name for option in options(*names) if not option.hidden}
-    for field in fields(Options):
-        if field.name not in {"spec", "rope", "snapshots", "n_parallel"}:
-            assert (field.name in known) != (field.name in own), field.name
-    if "spec_kind" in own:
-        for field in fields(Spec):
-            assert (f"spec.{field.name}" in known) != (f"spec_{field.name}" in own), field.name
-    if "temperature" in own:
-        for field in fields(Sampling):
-            if field.name != "n_probs":
-                assert (f"sampling.{field.name}" in known) != (field.name in own), field.name
+def test_no_field_has_two_ways_to_be_set(names: tuple[str, ...]) -> None:
+    known = {name.removeprefix("sampling.").replace(".", "_") for name in settings.settable(COMMANDS[names])}
+    assert not known & {option.name for option in options(*names)}
+
+
+def test_a_field_without_a_way_is_for_python() -> None:
+    """It is what the command itself sets, or for measurements."""
+    known, own = settings.settable(COMMANDS["serve",]), {option.name for option in options("serve")}
+    rest = {field.name for field in fields(Options)} - known.keys() - own
+    assert rest == {"spec", "rope", "snapshots"} | MEASURED
 
 
 @pytest.mark.parametrize("names", POOLED, ids=" ".join)
@@ -161,26 +162,30 @@ def test_the_fields_are_listed_with_their_meaning_and_default(names: tuple[str, 
         assert setting.what
         assert f"{name}=" in text
         assert setting.kind in text
-    assert "tau=0 a whole number: fewest tokens between two scorings; 0: 2, or 64 with spec" in text
+    assert (
+        "panes=0 a whole number: layers that each device holds while a prompt is read exactly; 1: least memory; "
+        in text
+    )
 
 
 def test_a_field_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(*args: str) -> Any:
         return parsed("run", *args)["settings"]
 
-    assert found("--set", "tau=4K", "--set", "share=0", "--set", "kv-offload=false") == {
-        "tau": 4096,
-        "share": 0.0,
+    assert found("--set", "auto_cap=4K", "--set", "meter=0", "--set", "kv-offload=false") == {
+        "auto_cap": 4096,
+        "meter": 0.0,
         "kv_offload": False,
     }
-    assert found("--set", "tau=1", "--set", "tau=2") == {"tau": 2}
-    monkeypatch.setenv("KVFLASH_SET", "tau=3 again=0.1")
-    assert found() == {"tau": 3, "again": 0.1}
+    assert found("--set", "panes=1", "--set", "panes=2") == {"panes": 2}
+    assert found("--set", "checkpoint_limit=4GiB") == {"checkpoint_limit": 4 << 30}
+    monkeypatch.setenv("KVFLASH_SET", "panes=3 meter=0.1")
+    assert found() == {"panes": 3, "meter": 0.1}
 
 
 def test_the_environment_may_set_what_only_another_command_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFLASH_SET", "spec.gate=0 tau=3 cache.size=1G")
-    assert parsed("inspect")["settings"] == {"tau": 3}
+    monkeypatch.setenv("KVFLASH_SET", "spec.gate=0 panes=3")
+    assert parsed("inspect")["settings"] == {"panes": 3}
     monkeypatch.setenv("KVFLASH_SET", "spec.gates=0")
     check_error(invoke("inspect"), USAGE, "--set spec.gates: there is no such field: ")
 
@@ -189,20 +194,21 @@ def test_it_reaches_the_run(long_file: Path) -> None:
     """Pins that leave no room make the pool larger."""
     args = ("-f", str(long_file), "-c", "4K", "-b", "64", "--kvflash", "768", "-n", "1")
     assert summary(*args)["stats"]["n_pool"] == 768
-    assert summary(*args, "--set", "sinks=8")["stats"]["n_pool"] > 768
+    assert summary(*args, "--set", "pins=64:576")["stats"]["n_pool"] > 768
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("taus=4", ("--set taus: there is no such field: did you mean tau? --set help lists them",)),
+        ("pane=4", ("--set pane: there is no such field: did you mean panes? --set help lists them",)),
+        ("tau=4", ("--set tau: there is no such field: --set help lists them",)),
         ("x=4", ("--set x: there is no such field: --set help lists them",)),
         ("", ("there is no such field",)),
-        ("tau", ("--set tau has no value: give one, such as tau=0",)),
-        ("tau=many", ("--set tau: 'many' is not a whole number",)),
-        ("share=some", ("--set share: 'some' is not a number",)),
+        ("panes", ("--set panes has no value: give one, such as panes=0",)),
+        ("panes=many", ("--set panes: 'many' is not a whole number",)),
+        ("meter=some", ("--set meter: 'some' is not a number",)),
         ("kv_offload=perhaps", ("'perhaps' is not true or false",)),
-        ("tau=-1", ("--set tau is -1, and must be from 0",)),
+        ("panes=-1", ("--set panes is -1, and must be from 0",)),
         ("policy=lru", ("policy has an option of its own: give --kvflash-policy",)),
         ("spec=ngram", ("there is no such field",)),
     ],
@@ -221,8 +227,8 @@ def test_bad_settings(given: str, words: tuple[str, ...]) -> None:
     [
         (("run",), "a larger `n_ctx`, or `type_k` q8_0", "a larger -c/--ctx-size, or -ctk/--cache-type-k q8_0"),
         (("run",), "`max_tokens` is 0, `spec.model` is gone", "-n/--predict is 0, -md/--model-draft is gone"),
-        (("run",), "`tau`, `spec.p_min`", "--set tau, --set spec.p_min"),
-        (("run",), "`n_parallel`, `tau is 3`, `ls`", "`n_parallel`, `tau is 3`, `ls`"),
+        (("run",), "`panes`, `spec.p_min`", "--set panes, --set spec.p_min"),
+        (("run",), "`n_parallel`, `panes is 3`, `ls`", "`n_parallel`, `panes is 3`, `ls`"),
         (("serve",), "`n_parallel`", "-np/--parallel"),
         (("bench", "niah"), "`n_ctx` of `contexts`", "`n_ctx` of --contexts"),
         (("bench", "spec"), "`n_max`, `spec.n_max`, `drafter`", "--draft-max, --draft-max, -md/--model-draft"),
@@ -234,14 +240,9 @@ def test_messages_name_what_a_command_has(names: tuple[str, ...], text: str, wan
 
 def test_messages_of_the_library_keep_its_names() -> None:
     assert flags.spelled("`n_ctx` is 3") == "`n_ctx` is 3"
-    with pytest.raises(UsageError, match=r"^`tau` is -1, and must be"):
-        Options(tau=-1)
-    assert "--set tau is -1, and must be" in fault("--set", "tau=-1")
-
-
-def test_meanings_are_those_beside_the_fields() -> None:
-    assert settings.meanings(Options)["n_ubatch"] == "most tokens of one compute graph"
-    assert settings.meanings(Spec)["p_min"].startswith("A guess that the draft model finds less likely")
+    with pytest.raises(UsageError, match=r"^`panes` is -1, and must be"):
+        Options(panes=-1)
+    assert "--set panes is -1, and must be" in fault("--set", "panes=-1")
 
 
 #
@@ -300,13 +301,11 @@ def test_the_page_has_every_variable_that_the_package_reads() -> None:
 
 
 def test_every_field_is_spelled_as_an_option() -> None:
-    """Those without one of their own are set by --set; `serve` has them all."""
+    """Those without one of their own are set by --set; `serve` has them all but those for measurements."""
     fields = set(Options.__dataclass_fields__) | {f"spec.{name}" for name in Spec.__dataclass_fields__}
     fields |= {f"rope.{name}" for name in Rope.__dataclass_fields__}
     kept = {name for name in fields if not flags.spelled(f"`{name}`", COMMANDS["serve",]).startswith("-")}
-    assert kept == {"spec", "rope", "snapshots"}, (
-        "the first two are made of other fields, and the last is not an option"
-    )
+    assert kept == {"spec", "rope", "snapshots", "spec.window"} | MEASURED, "the first two are made of other fields"
 
 
 def test_messages_name_fields_as_the_commands_can_spell_them() -> None:

@@ -15,11 +15,10 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import needles
 from support.runs import GREEDY, LRU, TOKENS, Open, feed, logits_of, out, text_of
 
-from pyllama_kvflash import Done, Paged, Sampling, Token
+from pyllama_kvflash import Sampling, Token
 from pyllama_kvflash.errors import UnsupportedError, UsageError
 from pyllama_kvflash.native import ALL, NONE
 from pyllama_kvflash.needle import NeedlePrompt
-from pyllama_kvflash.policy import State
 
 pytestmark = pytest.mark.native
 
@@ -30,25 +29,6 @@ SMALL = LRU
 def document() -> NeedlePrompt:
     """1,400 tokens with four codes."""
     return needles.document(1400, seed=3)
-
-
-def test_append_and_rollback(opened: Open, document: NeedlePrompt) -> None:
-    kv = opened("needle", pool=2048, n_ctx=4096)
-    done = list(kv.generate(document.text, max_tokens=0))[-1]
-    assert isinstance(done, Done)
-    end = kv.n_tokens
-    assert end == done.stats.n_prompt == len(kv.tokenize(document.text))
-    for needle in [*document.needles, document.needles[0]]:
-        events = list(kv.generate(needle.question, max_tokens=8, sampling=GREEDY, stop=["\n"], append=True))
-        assert needle.answer in text_of(events)
-        question = len(kv.tokenize(needle.question, add_special=False))
-        last = events[-1]
-        assert isinstance(last, Done)
-        assert last.stats.n_prompt == question
-        assert kv.n_tokens >= end + question
-        kv.rollback(end)
-        assert kv.n_tokens == end
-        kv.check_integrity()
 
 
 def test_without_append_the_sequence_is_new(opened: Open, document: NeedlePrompt) -> None:
@@ -86,14 +66,6 @@ def test_pool_that_holds_everything_equals_the_full_cache(opened: Open, name: st
     pool.check_integrity()
 
 
-def test_prefill_equals_decode(opened: Open) -> None:
-    one, other = opened(), opened()
-    events = list(one.prefill(TOKENS[:1500]))
-    feed(other, 1500, 64)
-    assert np.array_equal(one.logits(), other.logits())
-    assert out(one) == out(other) == [c for e in events if isinstance(e, Paged) for c in e.drops]
-
-
 def test_which_tokens_have_logits(opened: Open) -> None:
     kv = opened()
     with pytest.raises(UsageError, match="no logits"):
@@ -112,23 +84,14 @@ def test_which_tokens_have_logits(opened: Open) -> None:
         kv.logits(8)
 
 
-def test_logits_are_a_copy(opened: Open) -> None:
-    kv = opened()
-    kv.decode(TOKENS[:8])
-    first = kv.logits()
-    kept = first.copy()
-    first[:] = 0
-    assert np.array_equal(kv.logits(), kept)
-
-
-@pytest.mark.parametrize(("sinks", "cut"), [(1, 100), (0, 64), (0, 32), (0, 1), (0, 0)])
-def test_rollback_into_a_chunk_that_is_out(opened: Open, sinks: int, cut: int) -> None:
+@pytest.mark.parametrize("cut", [192, 128, 100, 65, 64, 1, 0])
+def test_rollback_into_a_chunk_that_is_out(opened: Open, cut: int) -> None:
     """It comes back, and going on is as if the sequence had never gone further; what is full again is sealed anew."""
-    kv, control = opened(sinks=sinks), opened(sinks=sinks)
+    kv, control = opened(), opened()
     feed(control, cut, 64)
     feed(kv, cut, 64)
     feed(kv, 1500, 64)
-    assert {sinks, 1} <= set(out(kv))
+    assert {1, 2} <= set(out(kv))
     kv.rollback(cut)
     assert kv.n_tokens == cut
     kv.check_integrity()
@@ -165,18 +128,6 @@ def test_rollback_and_another_continuation(opened: Open) -> None:
         head = kv.pager.records.get(chunk)[:1024]
         assert np.array_equal(head, control.pager.records.get(chunk)[:1024])
     assert out(kv) == out(control)
-    kv.check_integrity()
-
-
-def test_rollback_keeps_the_tail_resident(opened: Open) -> None:
-    kv = opened()
-    feed(kv, 3000, 64)
-    kv.rollback(1234)
-    kv.check_integrity()
-    state = kv.residency().state
-    assert len(state) == 20
-    assert all(state[-4:] == State.RESIDENT)
-    feed(kv, 1400, 64)
     kv.check_integrity()
 
 
@@ -267,13 +218,3 @@ def test_empty_prompt(opened: Open, prompt: Any) -> None:
     kv.rollback(kv.n_tokens - 1)
     with pytest.raises(UsageError, match="the prompt is empty"):
         list(kv.generate(prompt, max_tokens=1, append=True))
-
-
-def test_prompt_too_long_leaves_the_sequence(opened: Open) -> None:
-    kv = opened("needle", n_ctx=1024, pool="off")
-    list(kv.generate("a b c", max_tokens=1))
-    n = kv.n_tokens
-    for append in (True, False):
-        with pytest.raises(UsageError, match="do not fit the context of 1,024"):
-            list(kv.generate("word " * 1024, append=append))
-        assert kv.n_tokens == n

@@ -12,7 +12,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import lossless, serving, snapshots
 from support.commands import check_error, good, in_process, invoke
-from support.lossless import answer, chosen_alike
+from support.lossless import chosen_alike
 from support.oracles import ON_CPU, ON_GPU
 from support.rounding import Chosen
 from support.runs import BY_SIXTEEN, TOKENS, Open
@@ -204,24 +204,6 @@ def test_a_copy_goes_on_as_the_original(kv: KVFlash, usual: npt.NDArray[np.bool_
         assert drawn(kv, copies[0], rows[10:]) == drawn(kv, copies[1], rows[10:]) == drawn(kv, sampler, rows[10:])
 
 
-def test_by_default_the_tokens_are_as_ever(kv: KVFlash, usual: npt.NDArray[np.bool_]) -> None:
-    rows = logits_of(usual, 60)
-    chain = ffi.gc(lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params()), lib.llama_sampler_free)
-    for one in (
-        lib.llama_sampler_init_top_k(40),
-        lib.llama_sampler_init_top_p(0.95, 1),
-        lib.llama_sampler_init_min_p(0.05, 1),
-        lib.llama_sampler_init_temp(0.8),
-        lib.llama_sampler_init_dist(SEED),
-    ):
-        lib.llama_sampler_chain_add(chain, one)
-    want = []
-    for logits in rows:
-        put(kv, logits)
-        want.append(int(lib.llama_sampler_sample(chain, kv.ctx.output.native, kv.ctx.output.row(-1))))
-    assert drawn(kv, Sampler(Sampling(seed=SEED), kv.model), rows) == want
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -277,27 +259,6 @@ LIKELY = {300: 0.5, 301: 0.3, 302: 0.15, 303: 0.05}
 
 
 @pytest.mark.parametrize(
-    ("given", "want"),
-    [
-        ({}, {300, 301, 302, 303}),
-        ({"top_n_sigma": 1.0}, {300, 301}),
-        ({"typical_p": 0.2}, {301}),
-        ({"xtc_probability": 1.0, "xtc_threshold": 0.14}, {302, 303}),
-        ({"xtc_probability": 1.0, "xtc_threshold": 0.14, "min_keep": 5000}, {300, 301, 302, 303}),
-        ({"top_p": 0.4, "samplers": "top_p"}, {300}),
-        ({"top_p": 0.4, "samplers": "top_p", "min_keep": 2}, {300, 301}),
-        ({"mirostat": 2, "mirostat_tau": 0.0}, {300}),
-        ({"dynatemp_range": 1.0, "dynatemp_exponent": 50.0}, {300}),
-        ({"ignore_eos": True}, {300, 301, 302, 303}),
-    ],
-    ids=str,
-)
-def test_which_tokens_are_left(kv: KVFlash, given: dict[str, Any], want: set[int]) -> None:
-    sampling = Sampling(seed=SEED, **{"temperature": 1.0, **OPEN, **given})
-    assert set(drawn(kv, Sampler(sampling, kv.model), one_row(kv, LIKELY))) == want
-
-
-@pytest.mark.parametrize(
     "given",
     [
         {"temperature": 1.0, "dynatemp_range": 1.0, "dynatemp_exponent": 30.0},
@@ -310,36 +271,6 @@ def test_a_temperature_that_goes_down_to_0_takes_the_most_likely_token(kv: KVFla
     """Logits divided by next to nothing are infinite, and any token was drawn."""
     sampling = Sampling(seed=SEED, **OPEN, **given)
     assert set(drawn(kv, Sampler(sampling, kv.model), one_row(kv, LIKELY))) == {300}
-
-
-def test_dry_penalizes_what_goes_on_with_a_repetition(kv: KVFlash) -> None:
-    a, b, c, other = 300, 301, 302, 303
-    rows = one_row(kv, {c: 0.9, other: 0.1})[:1]
-    [line_end] = kv.tokenize("\n", add_special=False).tolist()
-    given: dict[str, Any] = {"temperature": 0.0, "dry_multiplier": 5.0}
-
-    def after(*read: int, **more: Any) -> int:
-        sampler = Sampler(Sampling(**{**given, **more}), kv.model)
-        sampler.read(np.array(read, np.int32))
-        return drawn(kv, sampler, rows)[0]
-
-    assert after(a, b, c, a, b) == other
-    assert after(a, b, c, a, b, dry_multiplier=0.0) == c
-    assert after(a, b, c, a, b, dry_allowed_length=3) == c
-    assert after(a, b, c, a, b, dry_penalty_last_n=4) == c, "the first of them is forgotten"
-    assert after(a, line_end, c, a, line_end) == c, "no sequence goes over the end of a line"
-    assert after(a, line_end, c, a, line_end, dry_sequence_breakers=()) == other
-    assert after(a, line_end, c, a, line_end, dry_sequence_breakers=("x" * 40, "é…")) == other
-
-
-def test_dry_knows_the_prompt_and_the_answer_before() -> None:
-    """A text that repeats itself: the model goes on with it, and with DRY it does not."""
-    plain, dry = Sampling(temperature=0), Sampling(temperature=0, dry_multiplier=100.0, dry_penalty_last_n=512)
-    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=512, pool="off", n_threads=1) as kv:
-        prompt = kv.tokenize("The sea is wide. " * 8)[:-3]
-        assert answer(kv, prompt, 1, dry) != answer(kv, prompt, 1, plain)
-        want = answer(kv, prompt, 8, dry)
-        assert answer(kv, prompt, 3, dry) + answer(kv, [], 5, dry, append=True) == want
 
 
 def test_an_answer_that_does_not_end(kv: KVFlash) -> None:
@@ -417,22 +348,13 @@ def test_values_that_are_none(given: dict[str, Any], words: str) -> None:
     assert words in str(err.value)
 
 
-def test_names_of_samplers() -> None:
-    assert order_of("Top-K; typ;nucleus;minp;") == ("top_k", "typ_p", "top_p", "min_p")
-    assert order_of(("temp", "XTC")) == ("temperature", "xtc")
-    assert order_of("") == ()
-
-
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("typical_p=2", ("--set sampling.typical_p is 2", "from 0 to 1")),
-        ("xtc_probability=x", ("--set sampling.xtc_probability: 'x' is not a number",)),
-        ("mirostat=3", ("--set sampling.mirostat is 3", "from 0 to 2")),
+        ("dry_multiplier=x", ("--set sampling.dry_multiplier: 'x' is not a number",)),
+        ("repeat_last_n=-1", ("--set sampling.repeat_last_n is -1", "from 0 to 1,048,576")),
         ("samplers=top_k;best", ("--set sampling.samplers has 'best'", "the names are")),
-        ("dry_sequence_breakers=a", ("'a' is not a JSON list of texts",)),
-        ("dry_sequence_breakers=[1]", ("'[1]' is not a JSON list of texts",)),
-        ("dry_sequence_breakers=[]", ()),
+        ("ignore_eos=true", ()),
         ("ignore_eos=maybe", ("'maybe' is not true or false",)),
     ],
 )
@@ -447,11 +369,8 @@ def test_settings_of_the_command_line(setting: str, words: tuple[str, ...]) -> N
 @pytest.mark.parametrize(
     ("option", "field"),
     [
-        ("--mirostat", "mirostat"),
-        ("--mirostat-ent", "mirostat_tau"),
         ("--samplers", "samplers"),
-        ("--typical", "typical_p"),
-        ("--dry-sequence-breaker", "dry_sequence_breakers"),
+        ("--dry-multiplier", "dry_multiplier"),
         ("--ignore-eos", "ignore_eos"),
         ("--presence-penalty", "presence_penalty"),
         ("--logit-bias", "logit_bias"),
@@ -464,7 +383,7 @@ def test_options_of_llama_cpp_are_settings(option: str, field: str) -> None:
     assert "sampling" not in check_error(in_process("plot", option, "2"), 2, f"no such option '{option}'")
 
 
-def test_the_command_line_sets_all_of_them() -> None:
+def test_the_command_line_sets_them() -> None:
     """The same seed, another answer for each."""
 
     def said(*settings: str) -> str:
@@ -472,9 +391,8 @@ def test_the_command_line_sets_all_of_them() -> None:
         return good("run", str(BUNDLED_MODEL), "-p", "One day", "-c", "512", "-n", "20", "-s", "1", *more).stdout
 
     plain = said()
-    assert said("dry_multiplier=0", "mirostat=0", 'dry_sequence_breakers=["a", "b"]') == plain
-    assert said("samplers=top_k;temperature", "typical_p=0.1") != plain
-    assert said("mirostat=2", "mirostat_tau=9") != plain
+    assert said("dry_multiplier=0", "repeat_last_n=32") == plain
+    assert said("samplers=top_k;temperature") != plain
 
 
 #
@@ -530,28 +448,3 @@ def test_requests_have_the_tokens_of_their_settings(server: Running) -> None:
             body = {"prompt": "One day the", "max_tokens": 10, "seed": 3, "temperature": 0.8, **given}
             assert server.text(**body) == want, name
             alone.clear()
-
-
-def test_letters_and_names_of_samplers(server: Running) -> None:
-    hot = {"prompt": "One day", "max_tokens": 12, "seed": 3, "temperature": 2.0, "top_p": 0.5}
-    before, after = (
-        server.text(**hot, samplers=order) for order in (["top_p", "temperature"], ["temperature", "top_p"])
-    )
-    assert before != after
-    assert server.text(**hot, samplers="pt") == server.text(**hot, samplers="top_p;temp") == before
-    assert server.text(**hot, samplers="tp") == server.text(**hot, samplers="temperature; top-p") == after
-
-
-def test_the_defaults_are_told(server: Running) -> None:
-    params = server.http.get("/props").json()["default_generation_settings"]["params"]
-    told = {**DEFAULTS, "samplers": DEFAULTS["samplers"].split(";"), "ignore_eos": False}
-    assert {name: params[name] for name in told} == {**told, "dry_sequence_breakers": ["\n", ":", '"', "*"]}
-
-
-def test_an_answer_goes_on_to_its_limit(server: Running) -> None:
-    body = {"prompt": "One day", "max_tokens": 300, "temperature": 1.5, "seed": 1, "ignore_eos": True}
-    answered = server.post(body).json()
-    assert answered["choices"][0]["finish_reason"] == "length"
-    assert answered["usage"]["completion_tokens"] == 300
-    for name in ("repeat_last_n", "dry_penalty_last_n"):
-        assert server.post({**body, "max_tokens": 1, name: -1}).status_code == 200, "as many as the context has"

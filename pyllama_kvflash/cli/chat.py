@@ -115,7 +115,7 @@ class Asked:
             msg = "stdin is closed: there is nobody to talk with"
             raise UsageError(msg)
         check_stdout()
-        kept = Kept(options.pop("prefix_cache"), params.cache_size(options), reporter)
+        kept = Kept(options.pop("prefix_cache"), params.cache_size(), reporter)
         texts = tuple(File(file, text_of(file), stays=True) for file in files)
         sampling = params.sampling(options, None)
         options["spec"] = params.spec(options)
@@ -133,7 +133,7 @@ class Asked:
 
 def converse(path: Path, asked: Asked, options: dict[str, Any], reporter: Reporter) -> int:
     """Load a model, and answer. options: fields of Options. Returns the exit code."""
-    from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
+    from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (slow)
 
     if reporter.verbose:
         native.show_log()

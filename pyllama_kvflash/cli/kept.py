@@ -22,7 +22,7 @@ _SLOW = 10.0  # seconds of reading that are worth a file which nobody asked for
 PREFIX_CACHE = params.options(
     click.option("--prefix-cache", "prefix_cache", metavar="DIR|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
-                 help="Folder that keeps what was read, 20 GiB at most (--set cache.size); what begins as a text that is there"
+                 help="Folder that keeps what was read, 20 GiB at most (KVFLASH_PREFIX_CACHE_SIZE=SIZE); what begins as a text that is there"
                  " is not read again. off: none.  [default: ~/.cache/kvflash/prefix, for 8 KB or more that took 10 s to"
                  " read; without a GPU --kvflash auto takes a pool then]"),
 )  # fmt: skip

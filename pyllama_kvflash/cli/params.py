@@ -15,10 +15,13 @@ from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.roles import Declared, Harmless, Reads, TextOrFile, reads
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.files import model_parts
-from pyllama_kvflash.native import CACHE_TYPES, SCALINGS, Rope, Sampling, json_grammar
+from pyllama_kvflash.json_schema import json_grammar
+from pyllama_kvflash.native import CACHE_TYPES, SCALINGS, Rope, Sampling
 from pyllama_kvflash.options import FLASH_ATTN, MODES, PREFILL, SPEC_KINDS, Spec
 from pyllama_kvflash.policy.coarse import CHOICES
 from pyllama_kvflash.policy.sizing import AUTO_CAP, AUTO_FULL, HOST_CAP
+
+CACHE_SIZE = "20GiB"  # of a prefix cache
 
 
 def env(name: str) -> str:
@@ -67,10 +70,9 @@ def rope_flags(rope: Rope | None) -> list[str]:
     return [text for option, value in given for text in (option, str(value))]
 
 
-def cache_size(values: dict[str, Any]) -> int:
-    """Return the most bytes of a prefix cache: as --set or the server's variable says, else the default."""
-    usual = os.environ.get("KVFLASH_PREFIX_CACHE_SIZE") or settings.CACHE_SIZE
-    return int(settings.take(values, "cache.").get("size", ByteSize().convert(usual, None, None)))
+def cache_size() -> int:
+    """Return the most bytes of a prefix cache: as the server's variable says, else the default."""
+    return int(ByteSize().convert(os.environ.get("KVFLASH_PREFIX_CACHE_SIZE") or CACHE_SIZE, None, None))
 
 
 def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
@@ -273,13 +275,10 @@ POOL = options(
                  envvar="KVFLASH_MODE", callback=_mode,
                  help="How an answer is decoded. fast: its tokens see the pool. lossless: the pool drafts them, and one pass"
                  " over the whole text checks the draft; the answer is the full cache's, but for near ties by the width of"
-                 " batches, as in any speculative decoding. --kvflash-exact is short for lossless."),
+                 " batches, as in any speculative decoding. --kvflash-exact is short for lossless. --set min_agreement=0.9 changes"
+                 " from fast to lossless when less than 90 % of compared tokens are the full cache's."),
     click.option("--kvflash-exact", _EXACT, is_flag=True, is_eager=True, hidden=True, expose_value=False, callback=_keep,
                  help="--kvflash-mode lossless."),
-    click.option("--kvflash-min-agreement", "min_agreement", metavar="X", type=float, default=0.0, show_default=True,
-                 envvar="KVFLASH_MIN_AGREEMENT",
-                 help="Change to mode lossless when less than this share of tokens, 0 to 1, are the full cache's. Some are compared,"
-                 " in 5 % of the time (--set meter=0.05). 0: never."),
     click.option("--kvflash-host", "host_limit", metavar="SIZE", type=ByteSize(), default=None, envvar="KVFLASH_HOST",
                  help="Most host memory for the records of chunks, such as 64GiB or 512M. A prompt that needs more is"
                  " refused before it runs.  [default: what there is]"),

@@ -26,7 +26,7 @@ GROUPS = {
     ),
     "Model": ("model", "hf_repo", "hf_file", "offline", "template_file"),
     "Prompt": ("prompt", "questions", "prompt_files", "system", "conversation", "restore", "append"),
-    "Pool": ("n_ctx", "pool", "coarse", "policy", "prefill", "mode", "min_agreement", "settings"),
+    "Pool": ("n_ctx", "pool", "coarse", "policy", "prefill", "mode", "settings"),
     "Answer": (
         *("n_predict", "stop", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"),
         *("grammar", "json_schema"),

@@ -25,9 +25,9 @@ from pyllama_kvflash.cli.trace import TraceWriter
 from pyllama_kvflash.cli.warm import SNAPSHOT, Warm
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.engine.need import peak_bytes
 from pyllama_kvflash.errors import DeviceLostError, Interrupted, KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.events import Done, Event, Prefill, Token, Warn, as_dict, stats_dict
+from pyllama_kvflash.loading.need import peak_bytes
 from pyllama_kvflash.text import printable, to_json
 
 LAYERS_EVERY = 16
@@ -130,7 +130,7 @@ def run(
     check_max_tokens(n_predict)
     sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can show it
     options["spec"] = params.spec(options)
-    cache_size = params.cache_size(options)
+    cache_size = params.cache_size()
     options = params.resolve(options)
     reporter = Reporter(quiet=quiet)
     warm = Warm(options, reporter, cache_size)

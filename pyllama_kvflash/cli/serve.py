@@ -16,11 +16,10 @@ from pyllama_kvflash.cli.kept import default_folder
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Manages, Reads, manages
-from pyllama_kvflash.cli.settings import CACHE_SIZE
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.loading.load import check_file
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.text import printable
 
@@ -89,7 +88,7 @@ SERVER = params.options(
                  envvar="KVFLASH_PREFIX_CACHE",
                  help="Folder that keeps prompts that were read. It needs a pool; off: none.  [default: ~/.cache/kvflash/prefix, off"
                  " with --kvflash off]"),
-    click.option("--prefix-cache-size", metavar="SIZE", type=kinds.ByteSize(), default=CACHE_SIZE, show_default=True,
+    click.option("--prefix-cache-size", metavar="SIZE", type=kinds.ByteSize(), default=params.CACHE_SIZE, show_default=True,
                  envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
     click.option("--cache-min", type=kinds.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
                  help="New tokens of a sequence that are worth keeping there."),
@@ -217,7 +216,7 @@ def _opener(
     path: Path, options: dict[str, Any], reporter: Reporter, template: str | None
 ) -> Callable[[Callable[[float], None]], KVFlash]:
     """Return a function that loads the model in the scheduler's thread and reports on it as `kvflash run` does."""
-    from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
+    from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (slow)
 
     def open_(progress: Callable[[float], None]) -> KVFlash:
         kv = KVFlash.from_file(path, progress=progress, **options)

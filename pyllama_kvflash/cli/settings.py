@@ -1,13 +1,9 @@
-"""`--set NAME=VALUE`: fields of Options, Spec and Sampling that only experiments turn, and that have no option."""
+"""`--set NAME=VALUE`: fields of Options, Spec and Sampling that are seldom set, and that have no option of their own."""
 
-import ast
-import inspect
 import json
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 import click
@@ -18,21 +14,63 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.options import Options, Spec
 
-_PARTS: dict[str, type] = {"": Options, "spec.": Spec, "sampling.": Sampling}
-_NOT = ("spec", "snapshots", "n_parallel", "sampling.n_probs")  # the command sets them
-CACHE_SIZE = "20GiB"  # of a prefix cache
+_PARTS: dict[str, type] = {"": Options, "spec": Spec, "sampling": Sampling}
 _PREFIX = {"": "", "spec.": "spec_", "rope.": "rope_", "sampling.": ""}  # of the parameters that set fields of a part
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(kinds.TokenCount().convert(text, None, None))
+    except click.BadParameter:
+        raise ValueError(text) from None
+
+
+def _size(text: str) -> int:
+    return int(kinds.ByteSize().convert(text, None, None))
+
+
+def _flag(text: str) -> bool:
+    return {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}[text.lower()]
+
+
+def _spans(text: str) -> tuple[tuple[int, int], ...]:
+    return kinds.Spans().convert(text, None, None)
+
+
+def _biases(text: str) -> tuple[tuple[int, float], ...]:
+    return tuple(kinds.LogitBias().convert(part, None, None) for part in text.split(",") if part)
+
+
+_KINDS: dict[Callable[[str], Any], str] = {
+    _whole: "a whole number",
+    _size: "a size",
+    _flag: "true or false",
+    float: "a number",
+    str: "a text",
+    _spans: "positions A:B,C:D",
+    _biases: "TOKEN(+/-)BIAS, several with commas",
+}
+"""What a value is, by the function that reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What `--set` sets. what: its meaning; kind: what a value is; read: makes a value of a text."""
+    """What `--set` sets. read: makes a value of a text; what: its meaning."""
 
     name: str
-    default: Any
-    what: str
-    kind: str
     read: Callable[[str], Any]
+    what: str
+
+    @property
+    def kind(self) -> str:
+        """What a value is."""
+        return _KINDS[self.read]
+
+    @property
+    def default(self) -> Any:
+        """The field's."""
+        part, _, field = self.name.rpartition(".")
+        return next(own.default for own in fields(_PARTS[part]) if own.name == field)
 
     def value(self, text: str) -> Any:
         """Return the value for a text. Raises UsageError; the class that has the field checks the range."""
@@ -45,17 +83,40 @@ class Setting:
             raise UsageError(msg) from None
 
 
+_SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("auto_cap", _whole, "the largest pool of --kvflash auto, which then takes one even if the full cache fits"),
+        Setting("pins", _spans, "ranges of the text, from A up to before B, that never leave the pool"),
+        Setting("opening", _whole, "first tokens of an answer to decode losslessly; -1: 32, or 0 with policy fresh and codes of 4 bits"),
+        Setting("meter", float, "share of the time, 0 to 1, for comparing tokens with the full cache; 0: none are compared"),
+        Setting("min_agreement", float, "change to mode lossless when less than this share of compared tokens, 0 to 1, are the full"
+                " cache's; the comparison takes 5 % of the time unless meter is set; 0: never"),
+        Setting("panes", _whole, "layers that each device holds while a prompt is read exactly; 1: least memory; 0: 2, or more where"
+                " there is room"),
+        Setting("scorer_model", str, "the small model of policies drafter and crosstok, which it implies; by default it is searched"),
+        Setting("split_mode", str, "layer: split the layers over the GPUs; none: use one GPU"),
+        Setting("main_gpu", _whole, "the GPU of split_mode none; -1: the CPU"),
+        Setting("kv_offload", _flag, "false: keep the full cache in RAM, and compute attention on the CPU (llama.cpp's --no-kv-offload)"),
+        Setting("checkpoint_limit", _size, "most memory for checkpoints of recurrent states and sliding windows; 0: keep none"),
+        Setting("spec.gate", float, "draft while a drafted step is worth this many plain steps; 0: always"),
+        Setting("spec.p_min", float, "a guess that the draft model finds less likely than this, 0 to 1, ends the draft"),
+        Setting("sampling.repeat_last_n", _whole, "last tokens that the penalties consider; 0: off"),
+        Setting("sampling.frequency_penalty", float, "penalty for each time that a token was generated; 0: off"),
+        Setting("sampling.presence_penalty", float, "penalty for tokens that were generated; 0: off"),
+        Setting("sampling.dry_multiplier", float, "penalty of DRY for tokens that would repeat a sequence of the text; 0: off"),
+        Setting("sampling.samplers", str, "order of the samplers, with ; between them; one that is left out is not applied"),
+        Setting("sampling.ignore_eos", _flag, "never end the answer before its most tokens"),
+        Setting("sampling.logit_bias", _biases, "added to the logits of tokens: 15043+1, 15043-inf"),
+    )
+}  # fmt: skip
+
+
 def settable(command: click.Command) -> dict[str, Setting]:
-    """Return what `--set` can set for a command: fields for which it has no option."""
-    own = {param.name for param in command.params if not getattr(param, "hidden", False)}
-    more = [_cache_size()] if "prefix_cache" in own and "prefix_cache_size" not in own else []
-    parts = ["", *(["spec."] if "spec_kind" in own else []), *(["sampling."] if "temperature" in own else [])]
-    return {
-        name: setting
-        for part in parts
-        for name, setting in _settings(part).items()
-        if _PREFIX[part] + name.removeprefix(part) not in own
-    } | {setting.name: setting for setting in more}
+    """Return what `--set` can set for a command: drafts and sampling only if it has their options."""
+    own = {param.name for param in command.params}
+    parts = {"": True, "spec": "spec_kind" in own, "sampling": "temperature" in own}
+    return {name: setting for name, setting in _SETTINGS.items() if parts[name.rpartition(".")[0]]}
 
 
 def field_of(param: str) -> str:
@@ -64,17 +125,7 @@ def field_of(param: str) -> str:
     return next((part + param.removeprefix(prefix) for part, prefix in parts), param)
 
 
-_LLAMA_CPP = {
-    "typical": "typical_p",
-    "top_nsigma": "top_n_sigma",
-    "dry_sequence_breaker": "dry_sequence_breakers",
-    "dynatemp_exp": "dynatemp_exponent",
-    "mirostat_lr": "mirostat_eta",
-    "mirostat_ent": "mirostat_tau",
-    "l": "logit_bias",
-    "draft_p_min": "p_min",
-    "spec_draft_p_min": "p_min",
-}
+_LLAMA_CPP = {"l": "logit_bias", "draft_p_min": "p_min", "spec_draft_p_min": "p_min"}
 """Options of llama.cpp whose name is not the field's."""
 
 
@@ -87,7 +138,7 @@ def called(option: str, command: click.Command) -> str | None:
 
 
 def take(values: dict[str, Any], part: str) -> dict[str, Any]:
-    """Return the fields of a part that `--set` set: "" for Options, "spec.", "sampling." or "cache."."""
+    """Return the fields of a part that `--set` set: "" for Options, "spec." or "sampling."."""
     given = values["settings"]
     own = [name for name in given if name.startswith(part) and ("." in name) == bool(part)]
     return {name.removeprefix(part): given[name] for name in own}
@@ -116,8 +167,7 @@ def _read(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) ->
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if name not in known:
-            by = ctx.get_parameter_source(param.name or "")
-            if by == ParameterSource.ENVIRONMENT and name in {"cache.size"}.union(*map(_settings, _PARTS)):
+            if name in _SETTINGS and ctx.get_parameter_source(param.name or "") == ParameterSource.ENVIRONMENT:
                 continue
             raise UsageError(_unknown(name, ctx.command, known))
         if not equals:
@@ -135,8 +185,8 @@ OPTION = click.option(
     is_eager=True,  # --set help needs nothing else
     callback=_read,
     envvar="KVFLASH_SET",
-    help="Set a field that has no option of its own, for experiments: --set chunk=32. It can be given several times."
-    " --set help lists the fields.",
+    help="Set a field that has no option of its own: --set opening=0. It can be given several times. --set help lists the"
+    " fields.",
 )
 
 
@@ -149,81 +199,6 @@ def _unknown(name: str, command: click.Command, known: dict[str, Setting]) -> st
     near = get_close_matches(name, known, n=1) or [full for full in known if name and full.endswith(f".{name}")]
     hint = f"did you mean {near[0]}? " if near else ""
     return f"--set {name}: there is no such field: {hint}--set help lists them"
-
-
-@cache
-def _settings(part: str) -> dict[str, Setting]:
-    """Return the settings of a part that can be read from a text."""
-    kind, res = _PARTS[part], {}
-    what = meanings(kind)
-    for field in fields(kind):
-        name = part + field.name
-        if name not in _NOT and (reading := _reading(name, field.default)):
-            res[name] = Setting(name, field.default, what.get(field.name, ""), *reading)
-    return res
-
-
-def meanings(kind: type) -> dict[str, str]:
-    """Return what the fields of a dataclass mean: the docstring below a field, or the comment beside it."""
-    source = textwrap.dedent(inspect.getsource(kind))
-    lines, body = source.splitlines(), ast.parse(source).body[0].body  # type: ignore[attr-defined]
-    res = {}
-    for node, below in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            beside = lines[node.lineno - 1 : node.end_lineno]
-            comment = next((text for line in beside if (text := line.partition("  # ")[2])), "")
-            told = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and str(below.value.value)
-            res[node.target.id] = " ".join((told or comment).split()).rstrip(".")
-    return res
-
-
-def _reading(name: str, default: Any) -> tuple[str, Callable[[str], Any]] | None:
-    """Return what a value is and how it is read. None: it has no text."""
-    special: dict[str, tuple[str, Callable[[str], Any]]] = {
-        "pins": ("positions A:B,C:D", lambda text: kinds.Spans().convert(text, None, None)),
-        "sampling.logit_bias": ("TOKEN(+/-)BIAS, several with commas", _biases),
-        "sampling.samplers": ("names with ; between them", str),
-        "sampling.dry_sequence_breakers": ("a JSON list of texts", _texts),
-        "scorer_model": ("file", str),
-        "split_mode": ("layer or none", str),
-        "main_gpu": ("a whole number", int),
-        "auto_cap": ("a whole number", _whole),
-        "codes_in_panes": ("true or false", _flag),
-    }
-    if name in special:
-        return special[name]
-    if isinstance(default, bool):
-        return "true or false", _flag
-    if isinstance(default, int):
-        return "a whole number", _whole
-    return ("a number", float) if isinstance(default, float) else None
-
-
-def _cache_size() -> Setting:
-    what = "most bytes of the folder of --prefix-cache; the least recently used snapshots go first"
-    return Setting("cache.size", CACHE_SIZE, what, "a size", lambda text: kinds.ByteSize().convert(text, None, None))
-
-
-def _flag(text: str) -> bool:
-    return {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}[text.lower()]
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(kinds.TokenCount().convert(text, None, None))
-    except click.BadParameter:
-        raise ValueError(text) from None
-
-
-def _biases(text: str) -> tuple[tuple[int, float], ...]:
-    return tuple(kinds.LogitBias().convert(part, None, None) for part in text.split(",") if part)
-
-
-def _texts(text: str) -> tuple[str, ...]:
-    found = json.loads(text)
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ValueError(text)
-    return tuple(found)
 
 
 def _shown(value: Any) -> str:

@@ -12,6 +12,7 @@ _SPIKE = 3  # a step counts as at most this many averages: timing errors only ad
 _FIRST = 3  # plain steps before the first draft, to learn what a plain step takes
 _REFRESH = 128  # drafted steps after which a plain step is measured again
 _TRY = 4  # drafted steps of a try, at the start and while closed; then the gate opens or closes
+_SUSTAIN = 4  # drafted steps in a row worth less than the margin, after which an open gate closes
 _HOPELESS = 3  # a try ends early if even its fastest time makes it worth less than 1/3 of the margin
 _WAIT, _LONGEST_WAIT = 64, 1024  # plain steps between two tries, doubled after each that failed
 _MAKE_UP = 64  # plain steps to wait for each one that the try lost: failed tries cost 1.6 % of the time
@@ -22,12 +23,10 @@ class Gate:
     """Decides before each step whether to draft. The caller owns the clock, and reports each step.
 
     margin: what a draft must be worth in plain steps; 0: always draft.
-    sustain: an open gate closes after this many drafted steps in a row that are worth less.
     """
 
-    def __init__(self, margin: float = 1.0, sustain: int = 4) -> None:
+    def __init__(self, margin: float = 1.0) -> None:
         self.margin = margin
-        self.sustain = sustain
         self.n_gated = 0  # plain steps that only the gate kept from drafting
         self.plain_s: float | None = None
         self.drafted_s: float | None = None
@@ -105,7 +104,7 @@ class Gate:
         if self._trying:
             if self._n_drafted >= _TRY or self._hopeless():
                 self._decide()
-        elif self._below >= self.sustain:
+        elif self._below >= _SUSTAIN:
             self._wait = 0
             self._close(_WAIT)
 

@@ -100,8 +100,8 @@ class Scorer(Protocol):
         (those of all tokens at the end of the prompt that are run again). While decoding, it is always the last
         token's.
 
-    If it has a true attribute `shares`, its scores are shares of a token's attention: a token that missed chunks with a
-    large share is then decoded again, see Options.again.
+    If it has a true attribute `shares`, its scores are shares of a token's attention: a token that missed chunks with
+    more than 3 % of it is then decoded again.
     """
 
     name: str

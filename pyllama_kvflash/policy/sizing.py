@@ -13,6 +13,7 @@ HOST_FULL = 1 << 30  # bytes of a full cache that is taken at once without a GPU
 RESERVE = 512 << 20  # bytes left to the computation and to other programs
 BATCH = 2048  # tokens; llama.cpp's own default, a larger batch gains nothing
 LEAST_PANES = 2  # a layer's rows, and those of the next one on their way
+SINKS = 1  # chunks at the beginning that never leave the device: attention sinks are in the first few tokens
 SPARE_BLOCKS = 2  # blocks that must stay evictable so that paging never deadlocks
 
 

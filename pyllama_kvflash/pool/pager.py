@@ -15,7 +15,7 @@ from pyllama_kvflash.errors import DeviceLostError, PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options, cores
 from pyllama_kvflash.policy import Ledger, Plan, Scores, State, bring_in, make_room, reselect
-from pyllama_kvflash.policy.sizing import n_pinned, pinned_chunks
+from pyllama_kvflash.policy.sizing import SINKS, n_pinned, pinned_chunks
 from pyllama_kvflash.pool.flights import Flights
 from pyllama_kvflash.pool.guests import GuestRoom, form_of
 from pyllama_kvflash.pool.host_memory import Record
@@ -51,7 +51,7 @@ class Pager:
         self._summariser.use(summary, ())
         self.keys = Keys(self._layers, options.chunk, self.records.get)
         self._min_batch = options.n_batch
-        self.ledger = Ledger(shared.blocks, options.chunk, n_sinks=options.sinks, n_tail=options.tail)
+        self.ledger = Ledger(shared.blocks, options.chunk, n_sinks=SINKS, n_tail=options.tail)
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
         self.flights = Flights(ctx, self.ledger, self.records)
         shared.flights.append(self.flights)

@@ -12,12 +12,14 @@ from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError, Usage
 from pyllama_kvflash.native import Model, Summaries, Tokens
 from pyllama_kvflash.options import MAX_TOKENS, Options
 from pyllama_kvflash.policy import Queries, Scores, View, ZMax
+from pyllama_kvflash.policy.sizing import SINKS
 from pyllama_kvflash.scorers.crosstok import Retokenizer, char_spans, spread
 
 NAMES = ("{stem}-draft.gguf", "draft-scorer.gguf")
 """File names of a scorer's model, next to its target or in the cache folder."""
 
 _CONTEXT = 8  # positions of the small model, in multiples of the target's
+_POOL = 2048  # tokens of its pool
 _TAIL = 4  # last tokens whose queries score
 
 
@@ -104,7 +106,7 @@ class Reader:
 
         path: file of the small model.
         target: the model whose tokens are scored.
-        options: those of the target; n_ctx, n_threads, chunk and scorer_pool are used.
+        options: those of the target; n_ctx, n_threads and chunk are used.
         open_engine: loads the small model.
         retokenize: go by the text even if the tokenizers are the same.
         """
@@ -149,12 +151,12 @@ class Reader:
         if self._kv is None:
             o = self._options
             # positions cost a pool nothing, and another tokenizer may need more of them
-            n_ctx = min(_CONTEXT * (o.n_ctx + o.scorer_pool), MAX_TOKENS)
+            n_ctx = min(_CONTEXT * (o.n_ctx + _POOL), MAX_TOKENS)
             small = Options(
                 n_ctx=n_ctx,
                 chunk=o.chunk,
                 n_threads=o.n_threads,
-                pool=o.scorer_pool,
+                pool=_POOL,
                 prefill="pool",
                 policy=ZMax(),
                 replay=0,
@@ -201,7 +203,7 @@ class Reader:
         summaries = kv.summaries
         n = len(summaries) if summaries is not None else 0
         candidates = np.ones(n, np.bool_)
-        candidates[: kv.options.sinks] = False
+        candidates[:SINKS] = False
         view = View(kv.tokens, kv.options.chunk, np.zeros(n, np.int64), candidates, self._queries, summaries)
         scores = ZMax().score(view)
         return np.where(candidates, scores, scores[candidates].min(initial=0.0))
