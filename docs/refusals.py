@@ -6,13 +6,13 @@ from pathlib import Path
 
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.run import run
-from pyllama_kvflash.engine.refusals import CALLS, CODES, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS, Refusal
+from pyllama_kvflash.loading.refusals import CALLS, CODES, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS, Refusal
 
 TARGET = Path(__file__).with_name("REFUSALS.md")
 
 HEAD = """# What is refused
 
-Made from `pyllama_kvflash/engine/refusals.py` by `make docs`. A refusal is an error (`UnsupportedError` unless it says otherwise)
+Made from `pyllama_kvflash/loading/refusals.py` by `make docs`. A refusal is an error (`UnsupportedError` unless it says otherwise)
 before anything is changed, and its sentence says what is said here. `N` stands for a number.
 """
 

@@ -110,7 +110,7 @@ def pool_alone() -> Iterator[None]:
     about what the pool holds, and with codes nothing outside it is unseen.
     """
     try:
-        from pyllama_kvflash.engine import bits  # noqa: PLC0415 (as above)
+        from pyllama_kvflash.loading import bits  # noqa: PLC0415 (as above)
     except ImportError:
         yield
         return

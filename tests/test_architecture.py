@@ -85,7 +85,7 @@ def test_policy_decides_and_touches_nothing() -> None:
 
 def test_native_decides_nothing() -> None:
     for path in modules("native"):
-        assert from_package(imports_of(path)) <= {"native", "errors", "json_schema", "gguf_header", "fingerprint"}, path
+        assert from_package(imports_of(path)) <= {"native", "errors", "gguf_header", "fingerprint"}, path
 
 
 def test_needle_stands_alone() -> None:
@@ -106,15 +106,13 @@ ORDER = [
     "native",
     "hub",
     "files",
-    "template",
-    "calls",
-    "text_tools",
     "chat",
     "options",
     "keywords",
     "pool",
     "snapshot",
     "scorers",
+    "loading",
     "engine",
     "convert",
     "serve",

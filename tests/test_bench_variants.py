@@ -18,9 +18,9 @@ from kvflash_bench import ruler_tables
 from kvflash_bench.cli.answers import bench
 from kvflash_bench.ruler import Ruler
 from pyllama_kvflash.cli.flags import spelled
-from pyllama_kvflash.engine import loading
-from pyllama_kvflash.engine.refusals import CODES
 from pyllama_kvflash.errors import UnsupportedError
+from pyllama_kvflash.loading import load as loading
+from pyllama_kvflash.loading.refusals import CODES
 from pyllama_kvflash.native import Context, PoolParams
 from pyllama_kvflash.needle import BUNDLED_MODEL
 

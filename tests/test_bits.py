@@ -16,11 +16,12 @@ from support.runs import HOST
 
 from kvflash_bench.shapes import SHAPES, write_outline
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.engine import loading, planning
-from pyllama_kvflash.engine.bits import LEAST, SMALL_BATCH, choices
-from pyllama_kvflash.engine.need import Need
-from pyllama_kvflash.engine.planning import planned
 from pyllama_kvflash.errors import NativeError
+from pyllama_kvflash.loading import load as loading
+from pyllama_kvflash.loading import planning
+from pyllama_kvflash.loading.bits import LEAST, SMALL_BATCH, choices
+from pyllama_kvflash.loading.need import Need
+from pyllama_kvflash.loading.planning import planned
 from pyllama_kvflash.native import Model, pretending
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import Options, Spec

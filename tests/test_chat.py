@@ -17,8 +17,8 @@ from support.commands import forget_settings
 from support.rewritten import with_template
 from support.terminal import Terminal
 
-from pyllama_kvflash import chat
-from pyllama_kvflash.chat import ChatTemplate
+from pyllama_kvflash.chat.engine import ChatTemplate
+from pyllama_kvflash.chat.engine import engine as chat
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Model

@@ -10,7 +10,7 @@ import pytest
 from support.oracles import ON_CPU
 
 from pyllama_kvflash import KVFlash, Sampling
-from pyllama_kvflash.chat import ChatTemplate
+from pyllama_kvflash.chat.engine import ChatTemplate
 from pyllama_kvflash.errors import UnsupportedError, UsageError
 from pyllama_kvflash.events import Token
 from pyllama_kvflash.native import ChatEngine, Delta, Grammar, Model, Rendered, Reply

@@ -13,7 +13,7 @@ from support.rewritten import with_template
 from support.runs import GREEDY, Open, text_of
 
 from pyllama_kvflash import Done, KVFlash, KVSequence, Token, Warn
-from pyllama_kvflash.chat import NO_TEMPLATE
+from pyllama_kvflash.chat.engine import NO_TEMPLATE
 from pyllama_kvflash.errors import UsageError
 
 pytestmark = pytest.mark.native

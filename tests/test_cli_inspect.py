@@ -14,9 +14,9 @@ from support import commands, models
 from support.commands import NEEDLE_TOKEN_BYTES, good, invoke, rows, summary
 from support.models import Geometry, model_file
 
-from pyllama_kvflash.engine import bits, memory
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.fingerprint import fingerprint
+from pyllama_kvflash.loading import bits, memory
 from pyllama_kvflash.native import Context, Device, Layer
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry as Layers

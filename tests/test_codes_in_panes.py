@@ -15,8 +15,9 @@ from support.oracles import ON_GPU, Logits
 from support.runs import Open, logits_of, read
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.engine import bits, loading, panes
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.loading import bits, panes
+from pyllama_kvflash.loading import load as loading
 from pyllama_kvflash.native import Device
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry

@@ -76,7 +76,7 @@ def there(word: str, folder: Path) -> bool:
     bare name of one.
     """
     name = word.rstrip("/")
-    if any(any(base.glob(name)) for base in (folder, ROOT, PACKAGE)):
+    if any(any(base.glob(name)) for base in (folder, ROOT, PACKAGE, PACKAGE / "native" / "src")):
         return True
     own = (PACKAGE, TESTS, ROOT / "bench", ROOT / "docs")  # not all of vendor/: llama.cpp has most names
     return "/" not in word and (any(any(base.rglob(name)) for base in own) or (ROOT / "vendor" / name).exists())

@@ -14,10 +14,10 @@ from support import drafting
 from support.drafting import DRAFTERS, N_MAX, SMALL, TOKENS, Knowing, Run, run, same
 from support.runs import Open
 
-from pyllama_kvflash.engine import speculation
-from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.native import Context, Model, Speculator
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
+from pyllama_kvflash.pool import speculation
+from pyllama_kvflash.pool.speculation import Drafts
 
 pytestmark = pytest.mark.native
 

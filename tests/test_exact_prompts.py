@@ -17,9 +17,9 @@ from support.oracles import ON_GPU
 from support.runs import TOKENS, Logits, Open, check_residency, feed, read, reselects
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.engine import memory
 from pyllama_kvflash.errors import HostMemoryError, Interrupted, NativeError, PoolError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
+from pyllama_kvflash.loading import memory
 from pyllama_kvflash.native import LAST, Context, PoolParams, devices
 from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.options import Options
@@ -390,7 +390,7 @@ def test_context_that_cannot_be_made(opened: Open, monkeypatch: pytest.MonkeyPat
     def refused(*_: object, **__: object) -> None:
         raise UnsupportedError("this cannot be streamed")
 
-    monkeypatch.setattr("pyllama_kvflash.engine.panes.ExactContext", refused)
+    monkeypatch.setattr("pyllama_kvflash.loading.panes.ExactContext", refused)
     words = (
         r"no exact pass over 4,096 tokens in batches of 128 can be made: this cannot be streamed; use a smaller `n_ctx`"
     )

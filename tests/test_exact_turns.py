@@ -18,11 +18,11 @@ from support.rounding import Chosen, held, relative_rms
 from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Logits, Open, check_residency, read
 
 from pyllama_kvflash import KVFlash, Token
-from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import SnapshotError
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.options import Spec
 from pyllama_kvflash.pool import checkpoints
+from pyllama_kvflash.pool.speculation import Drafts
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]

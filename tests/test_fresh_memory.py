@@ -22,9 +22,9 @@ from kvflash_bench.device import device_kv
 from kvflash_bench.grid import Variant
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.figures import closing_details, details, stats_table
-from pyllama_kvflash.engine import memory
-from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.events import Prefill
+from pyllama_kvflash.loading import memory
+from pyllama_kvflash.loading.planning import needs
 from pyllama_kvflash.native import Context, Device, Model, devices, guests
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry

@@ -14,10 +14,10 @@ from support.oracles import N_GPU
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.memory import memory_line
-from pyllama_kvflash.engine import memory, placement
-from pyllama_kvflash.engine import need as needs_module
-from pyllama_kvflash.engine.need import DRIVER, Need
-from pyllama_kvflash.engine.planning import needs
+from pyllama_kvflash.loading import memory, placement
+from pyllama_kvflash.loading import need as needs_module
+from pyllama_kvflash.loading.need import DRIVER, Need
+from pyllama_kvflash.loading.planning import needs
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.native.device import Device
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL

@@ -20,12 +20,12 @@ from support.oracles import N_GPU, ON_GPU
 from support.runs import HOST, LRU, Open, feed
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.engine import placement
-from pyllama_kvflash.engine.loading import Loaded, load, probe
-from pyllama_kvflash.engine.panes import exact_bytes
-from pyllama_kvflash.engine.placement import holdings, on_host
-from pyllama_kvflash.engine.refusals import MODELS
 from pyllama_kvflash.errors import KVFlashError, UnsupportedError, UsageError
+from pyllama_kvflash.loading import placement
+from pyllama_kvflash.loading.load import Loaded, load, probe
+from pyllama_kvflash.loading.panes import exact_bytes
+from pyllama_kvflash.loading.placement import holdings, on_host
+from pyllama_kvflash.loading.refusals import MODELS
 from pyllama_kvflash.native import Context, Device, Model, PoolParams, devices
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options, Spec

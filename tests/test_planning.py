@@ -13,8 +13,8 @@ from support.oracles import ON_GPU
 
 from kvflash_bench.shapes import SHAPES, write_outline
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import NativeError
+from pyllama_kvflash.loading.planning import needs
 from pyllama_kvflash.native import context, pretending
 from pyllama_kvflash.native import lib as native_lib
 from pyllama_kvflash.options import Options

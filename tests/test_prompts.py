@@ -15,7 +15,7 @@ pytest.importorskip("jinja2")
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pyllama_kvflash import KVFlash, Sampling
-from pyllama_kvflash.chat import ChatTemplate
+from pyllama_kvflash.chat.engine import ChatTemplate
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL

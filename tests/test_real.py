@@ -10,7 +10,7 @@ from support.real import THREADS
 
 from kvflash_bench.ruler_texts import SAMPLE, make_text
 from pyllama_kvflash import Done, KVFlash, Sampling
-from pyllama_kvflash.chat import ChatTemplate
+from pyllama_kvflash.chat.engine import ChatTemplate
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
 

@@ -28,9 +28,10 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.run import run
-from pyllama_kvflash.engine import loading, refusals
-from pyllama_kvflash.engine.refusals import CALLS, CODES, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS
 from pyllama_kvflash.errors import KVFlashError, NativeError, UnsupportedError, UsageError
+from pyllama_kvflash.loading import load as loading
+from pyllama_kvflash.loading import refusals
+from pyllama_kvflash.loading.refusals import CALLS, CODES, MEMORIES, MODELS, ON_DISK, SHIFT, WINDOWS
 from pyllama_kvflash.native import Context, Model, PoolParams, devices
 from pyllama_kvflash.native.lib import _kvflash, check, ffi, lib
 

@@ -22,9 +22,9 @@ from support.oracles import N_THREADS
 from support.rpc import HOST, SECONDS, Servers, accepts, closed_port, skip_without_rpc
 
 from pyllama_kvflash import KVFlash, native
-from pyllama_kvflash.engine.planning import needs
 from pyllama_kvflash.errors import DeviceLostError, KVFlashError
 from pyllama_kvflash.events import Done, Token
+from pyllama_kvflash.loading.planning import needs
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options

@@ -30,7 +30,7 @@ from kvflash_bench.questions import Question
 from kvflash_bench.recall import open_variant
 from kvflash_bench.ruler import Cell, Ruler, answer, run_text
 from kvflash_bench.ruler_texts import SAMPLE, TASKS, make_text
-from pyllama_kvflash.chat import ChatTemplate
+from pyllama_kvflash.chat.engine import ChatTemplate
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Done, Token

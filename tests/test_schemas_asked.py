@@ -12,7 +12,7 @@ from support.commands import good as run
 from support.gbnf import Grammar
 from support.serving import Running, environment, sse  # noqa: F401 (a fixture for all)
 
-from pyllama_kvflash.chat import ChatTemplate
+from pyllama_kvflash.chat.engine import ChatTemplate
 from pyllama_kvflash.native import ChatEngine, Model, Rendered
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -110,7 +110,7 @@ def test_the_model_sees_schemas_as_they_are(model: Model, template: str, choice:
 
 
 def test_arguments_that_a_template_names(model: Model) -> None:
-    """There is no JSON around them: llama.cpp gets a plain schema, and what that cannot say is told."""
+    """There is no JSON around them. Strings are written as they are: what more is said of them is told."""
     to = {
         "type": "object", "required": ["n"],
         "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 3}, "p": {"type": "number", "minimum": 0}, "kids": {"type": "array", "items": {"$ref": "#"}}},
@@ -118,7 +118,7 @@ def test_arguments_that_a_template_names(model: Model) -> None:
     found = rendered(
         model,
         NAMED_JINJA,
-        tools=[tool("f", to), TREE, tool("text", {"properties": {"t": {"type": "string"}}})],
+        tools=[tool("f", to), TREE, tool("text", {"properties": {"t": {"type": "string"}, "e": {"enum": ["a", 1]}}})],
         tool_choice="required",
     )
 
@@ -127,17 +127,24 @@ def test_arguments_that_a_template_names(model: Model) -> None:
         return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
     assert found.warnings == (
-        "tool f: # is not enforced: the chat template writes each argument in a form of its own, in which not all of it can be",
+        "tool text: # is not enforced: the chat template writes each argument in a form of its own, in which not all of it can be",
     )
     for allowed in (
         named("f", n="3"),
-        named("f", n="1", p="-1"),
+        named("f", n="1", p="1.5"),
         named("f", n="1", kids='[{"n": 2}]'),
         named("tree", kids="[{}]"),
         named("text", t="any <text>"),
+        named("text", e="b"),
     ):
         assert takes(found, allowed), allowed
-    for bad in (named("f", n="4"), named("f", n="1", kids="[{}]"), named("f"), named("tree", kids="[1]")):
+    for bad in (
+        named("f", n="4"),
+        named("f", n="1", p="-1"),
+        named("f", n="1", kids="[{}]"),
+        named("f"),
+        named("tree", kids="[1]"),
+    ):
         assert not takes(found, bad), bad
 
 

@@ -14,10 +14,10 @@ pytest.importorskip("uvicorn")
 from support import serving
 from support.serving import Running, sse
 
-from pyllama_kvflash.chat import ChatTemplate
+from pyllama_kvflash.chat.engine import ChatTemplate
+from pyllama_kvflash.chat.tools import WARNING, as_text
 from pyllama_kvflash.native import Model, Reply
 from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.text_tools import WARNING, as_text
 
 pytestmark = [pytest.mark.native]
 

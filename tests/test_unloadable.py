@@ -14,8 +14,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support.splits import split
 
 from kvflash_bench.grid import model_mark
-from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import ModelError
+from pyllama_kvflash.loading.load import check_file
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL
 

@@ -11,8 +11,8 @@ from pyllama_kvflash.cli.memory import mib
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, Replaces, reads
 from pyllama_kvflash.convert import OUTTYPES, Plan, find_source, resolve, write
-from pyllama_kvflash.engine.loading import check_file
 from pyllama_kvflash.errors import UsageError
+from pyllama_kvflash.loading.load import check_file
 
 HELP = """Convert a DFlash drafter (DFlash, DFlash2, DSpark) from safetensors to a GGUF that llama.cpp can draft with.
 

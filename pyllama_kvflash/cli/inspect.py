@@ -15,14 +15,14 @@ from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.cli.memory import mib, place_name, sum_line
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
-from pyllama_kvflash.engine.load_plan import pool_size
-from pyllama_kvflash.engine.loading import Probe, check_file
-from pyllama_kvflash.engine.memory import coarse_bytes, device_memory
-from pyllama_kvflash.engine.need import Need
-from pyllama_kvflash.engine.panes import exact_bytes
-from pyllama_kvflash.engine.planning import Look, Planned, look
 from pyllama_kvflash.errors import counted
 from pyllama_kvflash.gguf_header import read_parts
+from pyllama_kvflash.loading.load import Probe, check_file
+from pyllama_kvflash.loading.load_plan import pool_size
+from pyllama_kvflash.loading.memory import coarse_bytes, device_memory
+from pyllama_kvflash.loading.need import Need
+from pyllama_kvflash.loading.panes import exact_bytes
+from pyllama_kvflash.loading.planning import Look, Planned, look
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import PoolSize

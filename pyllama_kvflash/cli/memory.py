@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pyllama_kvflash.engine.need import Need
+from pyllama_kvflash.loading.need import Need
 from pyllama_kvflash.options import Options
 
 _NAMES = {

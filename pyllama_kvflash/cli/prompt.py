@@ -16,7 +16,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Tokens
 
 if TYPE_CHECKING:
-    from pyllama_kvflash.chat import ChatTemplate
+    from pyllama_kvflash.chat.engine import ChatTemplate
 
 PROMPT = params.options(
     click.option("-p", "--prompt", help="Prompt, or a question about the files of -f, which come first."),
@@ -57,7 +57,7 @@ class Prompt:
         if self._conversation or (
             self._conversation is None and self.text and kv.model.meta("tokenizer.chat_template")
         ):
-            from pyllama_kvflash.chat import ChatTemplate  # noqa: PLC0415 (slow)
+            from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (slow)
 
             template = ChatTemplate.of(kv.model)
             if not self._appends:

@@ -34,7 +34,7 @@ from pyllama_kvflash.native import Sampling, Tokens
 from pyllama_kvflash.text import n_common
 
 if TYPE_CHECKING:
-    from pyllama_kvflash.chat import ChatTemplate
+    from pyllama_kvflash.chat.engine import ChatTemplate
 
 COMMANDS = """\
   /file FILE     put a text file, PDF or DOCX before the next message
@@ -160,7 +160,7 @@ class Talk:
 
     def _sure(self) -> Tokens:
         """Return the tokens (n,) int32 that the next message begins with, whatever it says. Raises UsageError."""
-        from pyllama_kvflash.chat import tokenize_chat  # noqa: PLC0415 (slow)
+        from pyllama_kvflash.chat.engine import tokenize_chat  # noqa: PLC0415 (slow)
 
         said, waiting = self._said, tuple(self._said.waiting)
         texts = [

@@ -10,7 +10,6 @@ from pyllama_kvflash.engine.cores import Cores
 from pyllama_kvflash.engine.guard import Claim, Guard
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.engine.meter import Meter
-from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import UnsupportedError, UsageError, counted
 from pyllama_kvflash.events import Event, Paged, Prefill, Reselect, Warn
 from pyllama_kvflash.native import Tokens
@@ -18,6 +17,7 @@ from pyllama_kvflash.policy import Queries, n_queries
 from pyllama_kvflash.pool.checkpoints import Checkpoints
 from pyllama_kvflash.pool.exact import Beside
 from pyllama_kvflash.pool.sequence import PooledSequence
+from pyllama_kvflash.pool.speculation import Drafts
 from pyllama_kvflash.pool.step import Part, advance, advance_exactly, keep, keep_exactly
 
 _ROUNDS = 3  # most times that one token is decoded again

@@ -8,11 +8,11 @@ from typing import Self, Unpack
 
 from pyllama_kvflash.engine.decoder import Step, decode_each
 from pyllama_kvflash.engine.guard import Guard, guarded
-from pyllama_kvflash.engine.loading import Loaded, load
 from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.keywords import Keywords, shows_options
+from pyllama_kvflash.loading.load import Loaded, load
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pool.step import Part
 

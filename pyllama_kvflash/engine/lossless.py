@@ -14,13 +14,13 @@ from contextlib import suppress
 import numpy as np
 
 from pyllama_kvflash import native
-from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.events import DraftStats, Event, Paged
 from pyllama_kvflash.native import Sampler, Tokens
 from pyllama_kvflash.policy.draft_length import DraftLength
 from pyllama_kvflash.pool.exact import Beside
 from pyllama_kvflash.pool.sequence import PooledSequence
+from pyllama_kvflash.pool.speculation import Drafts
 
 _PADDED = 16  # tokens by which batches grow that check drafts
 _NO_TOKENS = np.empty(0, np.int32)

@@ -13,10 +13,10 @@ from pyllama_kvflash.engine.decoder import Decoder
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.going_back import keep_common
 from pyllama_kvflash.engine.guard import Claim, Guard, guarded
-from pyllama_kvflash.engine.loading import Loaded
 from pyllama_kvflash.engine.stats import stats_of
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Done, Event, Reselect, Stats, Warn
+from pyllama_kvflash.loading.load import Loaded
 from pyllama_kvflash.native import Sampling, Summaries, Tokens
 from pyllama_kvflash.policy import Queries, Scorer
 from pyllama_kvflash.pool.checkpoints import Checkpoints
@@ -28,7 +28,7 @@ from pyllama_kvflash.snapshot.layout import Identity
 from pyllama_kvflash.snapshot.saved import SavedSequence, checked_path
 
 if TYPE_CHECKING:
-    from pyllama_kvflash.chat import ChatTemplate
+    from pyllama_kvflash.chat.engine import ChatTemplate
 
 Prompt = str | bytes | Sequence[int] | Tokens
 """A text, or token ids (n,)."""
@@ -128,7 +128,7 @@ class KVSequence:
 
         Raises UsageError (a message, or what the template refuses), and what generate() raises.
         """
-        from pyllama_kvflash.chat import ChatTemplate, check_messages  # noqa: PLC0415 (slow)
+        from pyllama_kvflash.chat.engine import ChatTemplate, check_messages  # noqa: PLC0415 (slow)
 
         self.guard.check_open()
         check_messages(messages)

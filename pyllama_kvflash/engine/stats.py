@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from pyllama_kvflash.engine.loading import Loaded
-from pyllama_kvflash.engine.need import peak_bytes
 from pyllama_kvflash.events import Stats
+from pyllama_kvflash.loading.load import Loaded
+from pyllama_kvflash.loading.need import peak_bytes
 from pyllama_kvflash.pool.guests import coarse_bytes
 from pyllama_kvflash.pool.sequence import PooledSequence
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.engine.need import weights_of
+from pyllama_kvflash.loading.need import weights_of
 from pyllama_kvflash.native import Model, Sampling, gpus
 from pyllama_kvflash.serve.http import JSONResponse
 from pyllama_kvflash.serve.protocols.fields import parse_json

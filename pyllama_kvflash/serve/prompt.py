@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.chat import ChatTemplate, tokenize_chat
+from pyllama_kvflash.chat.engine import ChatTemplate, tokenize_chat
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError, encoded
 from pyllama_kvflash.native import Rendered, Sampling, check_ends, check_grammar

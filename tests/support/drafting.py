@@ -13,11 +13,11 @@ import pytest
 
 from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Token
 from pyllama_kvflash.engine import generation
-from pyllama_kvflash.engine.speculation import Drafts
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import ALL, Context, Model, Sampler, Speculator
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.options import Spec
+from pyllama_kvflash.pool.speculation import Drafts
 from support import tiny
 from support.runs import GREEDY, MODELS, Logits, Open, plain, text_of
 from support.scorers import shuffled

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pyllama_kvflash.chat import Message
+from pyllama_kvflash.chat.engine import Message
 from pyllama_kvflash.json_schema import Checked, SchemaError, check, check_arguments, refuse_loosened
 from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, is_object, kind, one_of, text
 from pyllama_kvflash.serve.protocols.request_error import invalid

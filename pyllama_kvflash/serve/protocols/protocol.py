@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pyllama_kvflash.chat import Message
+from pyllama_kvflash.chat.engine import Message
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.native import Rendered, Sampling, Tokens

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pyllama_kvflash.chat import Message
+from pyllama_kvflash.chat.engine import Message
 from pyllama_kvflash.engine.answer import MAX_ANSWER
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.serve.protocols import conversation

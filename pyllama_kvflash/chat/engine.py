@@ -7,13 +7,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from pyllama_kvflash.calls import Calls, checked_schema
+from pyllama_kvflash.chat.calls import Calls, checked_schema
+from pyllama_kvflash.chat.template import MAX_TEXT, Clock, environment, variables
+from pyllama_kvflash.chat.tools import WARNING as TOOLS_AS_TEXT
+from pyllama_kvflash.chat.tools import TextTools, as_text
 from pyllama_kvflash.errors import UnsupportedError, UsageError, encoded
 from pyllama_kvflash.json_schema import SchemaError
-from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens, whole_grammar
-from pyllama_kvflash.template import MAX_TEXT, Clock, environment, variables
-from pyllama_kvflash.text_tools import WARNING as TOOLS_AS_TEXT
-from pyllama_kvflash.text_tools import TextTools, as_text
+from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens
 
 Message = Mapping[str, Any]
 """A message of a conversation, in the form of the OpenAI protocol: role and content, and perhaps tool calls."""
@@ -170,7 +170,7 @@ class ChatTemplate:
         if asked.get("tools") and asked.get("tool_choice") != "none":
             raise _failure(err or ValueError("llama.cpp cannot read it, so it takes no tools")) from None
         schema = checked_schema(asked.get("json_schema"))
-        grammar = None if schema is None else Grammar(whole_grammar(schema))
+        grammar = None if schema is None else Grammar(schema.grammar())
         warnings = () if schema is None else tuple(map(str, schema.loosened))
         given = {k: v for k, v in asked.items() if k == "enable_thinking"} | dict(
             asked.get("chat_template_kwargs") or {}

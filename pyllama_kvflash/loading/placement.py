@@ -6,16 +6,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pyllama_kvflash.engine.bits import LEAST
-from pyllama_kvflash.engine.memory import coarse_bytes
-from pyllama_kvflash.engine.panes import exact_bytes
-from pyllama_kvflash.engine.speculation import drafter_bytes
+from pyllama_kvflash.loading.bits import LEAST
+from pyllama_kvflash.loading.memory import coarse_bytes
+from pyllama_kvflash.loading.panes import exact_bytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.experts import Holding, Placement, place_experts
 from pyllama_kvflash.policy.sizing import BATCH, CELLS, RESERVE
+from pyllama_kvflash.pool.speculation import drafter_bytes
 
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # llama.cpp's LLM_FFN_EXPS_REGEX
 _FEED_FORWARD = r"\.ffn_(up|down|gate)\.weight"

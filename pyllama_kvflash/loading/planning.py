@@ -5,14 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pyllama_kvflash.engine.bits import fits, free_bytes, tries
-from pyllama_kvflash.engine.load_plan import Tap, plan_contexts
-from pyllama_kvflash.engine.loading import Probe, bits_of, check_codes, open_context, placement, probe, where
-from pyllama_kvflash.engine.memory import device_memory
-from pyllama_kvflash.engine.need import Need, needs_of, program_bytes, weights_of
-from pyllama_kvflash.engine.panes import ExactBytes, exact_bytes
-from pyllama_kvflash.engine.placement import drafters, on_host
 from pyllama_kvflash.errors import UnsupportedError
+from pyllama_kvflash.loading.bits import fits, free_bytes, tries
+from pyllama_kvflash.loading.load import Probe, bits_of, check_codes, open_context, placement, probe, where
+from pyllama_kvflash.loading.load_plan import Tap, plan_contexts
+from pyllama_kvflash.loading.memory import device_memory
+from pyllama_kvflash.loading.need import Need, needs_of, program_bytes, weights_of
+from pyllama_kvflash.loading.panes import ExactBytes, exact_bytes
+from pyllama_kvflash.loading.placement import drafters, on_host
 from pyllama_kvflash.native import Model, add_rpc, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, PoolSize

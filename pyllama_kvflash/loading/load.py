@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyllama_kvflash.engine.bits import choices, fits, free_bytes, may_lodge, tries
-from pyllama_kvflash.engine.load_plan import LoadPlan, Tap, coded, plan_contexts
-from pyllama_kvflash.engine.memory import check_memory, device_memory
-from pyllama_kvflash.engine.need import Need, needs_of, program_bytes
-from pyllama_kvflash.engine.panes import ExactBytes, held_bytes, open_exact
-from pyllama_kvflash.engine.placement import on_host, place
-from pyllama_kvflash.engine.refusals import ON_DISK, of_codes, of_memory, of_model
-from pyllama_kvflash.engine.speculation import DraftModel, Drafts
-from pyllama_kvflash.engine.warned import idle, untrained
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.files import model_parts
+from pyllama_kvflash.loading.bits import choices, fits, free_bytes, may_lodge, tries
+from pyllama_kvflash.loading.load_plan import LoadPlan, Tap, coded, plan_contexts
+from pyllama_kvflash.loading.memory import check_memory, device_memory
+from pyllama_kvflash.loading.need import Need, needs_of, program_bytes
+from pyllama_kvflash.loading.panes import ExactBytes, held_bytes, open_exact
+from pyllama_kvflash.loading.placement import on_host, place
+from pyllama_kvflash.loading.refusals import ON_DISK, of_codes, of_memory, of_model
+from pyllama_kvflash.loading.warned import idle, untrained
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes, why_unloadable
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, Scorer
@@ -28,6 +27,7 @@ from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.shared import Shared
+from pyllama_kvflash.pool.speculation import DraftModel, Drafts
 from pyllama_kvflash.scorers.factory import make_scorer
 from pyllama_kvflash.scorers.reader import OpenEngine
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from pyllama_kvflash.engine.memory import coarse_bytes, in_memory
-from pyllama_kvflash.engine.panes import ExactBytes
+from pyllama_kvflash.loading.memory import coarse_bytes, in_memory
+from pyllama_kvflash.loading.panes import ExactBytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry

@@ -9,13 +9,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-from pyllama_kvflash.engine import expected
-from pyllama_kvflash.engine.bits import SMALL_BATCH
-from pyllama_kvflash.engine.loading import check_runs
-from pyllama_kvflash.engine.need import DRIVER, Need
-from pyllama_kvflash.engine.placement import has_experts
-from pyllama_kvflash.engine.planning import planned
 from pyllama_kvflash.errors import UnsupportedError
+from pyllama_kvflash.loading import expected
+from pyllama_kvflash.loading.bits import SMALL_BATCH
+from pyllama_kvflash.loading.load import check_runs
+from pyllama_kvflash.loading.need import DRIVER, Need
+from pyllama_kvflash.loading.placement import has_experts
+from pyllama_kvflash.loading.planning import planned
 from pyllama_kvflash.native import Model, pretending
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.sizing import HOST_CAP

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pyllama_kvflash.calls import Calls
+from pyllama_kvflash.chat.calls import Calls
 from pyllama_kvflash.native import ChatEngine, Model, Rendered
 
 Message = Mapping[str, Any]

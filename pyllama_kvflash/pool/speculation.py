@@ -179,7 +179,7 @@ class Drafts:
         """target: the context of the sequence. Raises UnsupportedError and NativeError, each naming the drafter."""
         self.spec = model.spec
         self.stats = DraftStats()
-        self._gate = Gate(self.spec.gate, self.spec.sustain)
+        self._gate = Gate(self.spec.gate)
         self._model = model
         self._target = target
         self._n_read = 0  # positions up to which the drafter has read, or skipped

@@ -5,12 +5,12 @@ a grammar around marks, in whose place the grammars of the schemas are put.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.json_schema import Checked, Loosened, check, check_arguments
+from pyllama_kvflash.json_schema import TYPES, Argument, Checked, Key, Loosened, check, check_arguments
 from pyllama_kvflash.native import ChatEngine, Grammar, Rendered, either
 
 _ANSWER = "answer"
@@ -53,20 +53,23 @@ class Calls:
             res = self.engine.apply({**request, "tools": [tool.marked() for tool in tools]})
             if res.grammar is None:
                 return _with(res, None, [w for tool in tools for w in tool.warnings(Loosened("#", "", _FREE))])
-            text, found = _put(res.grammar.text, {tool.mark: tool.checked for tool in tools})
-            if found:
+            text, found = _put(res.grammar.text, [tool.whole for tool in tools])
+            if all(found):
                 return _with(res, text, [w for tool in tools for w in tool.warnings()])
             self._named = True
-        res = self.engine.apply({**request, "tools": [tool.plain() for tool in tools]})
-        text = "" if res.grammar is None else res.grammar.text
-        return _with(res, None, [w for tool in tools for w in tool.warnings(*tool.lost(text))])
+        res = self.engine.apply({**request, "tools": [tool.named() for tool in tools]})
+        text, found = _put("" if res.grammar is None else res.grammar.text, [tool.values for tool in tools])
+        lost = [tool.lost(has_marks=has_marks) for tool, has_marks in zip(tools, found, strict=True)]
+        return _with(res, text, [w for tool, these in zip(tools, lost, strict=True) for w in tool.warnings(*these)])
 
     def _told(self, request: dict[str, Any], schema: Checked) -> Rendered:
         """Return what is made of a request whose answer is of a schema."""
         res = self.engine.apply({**request, "json_schema": _marked(_ANSWER)})
         shown = json.dumps(schema.source, ensure_ascii=False)
         res = replace(res, prompt=_SHOWN.sub(lambda _: shown, res.prompt))  # some templates show it to the model
-        text, found = ("", False) if res.grammar is None else _put(res.grammar.text, {_ANSWER: schema})
+        text, (found,) = _put(
+            "" if res.grammar is None else res.grammar.text, [_Marks(schema, {_ANSWER: [schema.key]})]
+        )
         lost = [] if found else [Loosened("#", "", "the chat template has no place for it")]
         return _with(res, text if found else None, [str(one) for one in (*schema.loosened, *lost)])
 
@@ -95,27 +98,44 @@ class _Tool:
         self.mark = f"tool {i}"
         given = tool["function"].get("parameters")
         self.checked = _arguments(NO_ARGUMENTS if given is None or given == {} else given)
-        self._prefix = f"tool-{i}-"
+        self._arguments = self.checked.arguments()
+
+    @property
+    def whole(self) -> "_Marks":
+        """The mark for its parameters."""
+        return _Marks(self.checked, {self.mark: [self.checked.key]})
+
+    @property
+    def values(self) -> "_Marks":
+        """The marks for the values of arguments that are no strings: templates that name each argument write those as text."""
+        marks = {f"{self.mark}.{i}": a.keys for i, a in enumerate(self._arguments.of) if "string" not in a.types}
+        return _Marks(self.checked, marks)
 
     def marked(self) -> dict[str, Any]:
         """Return the tool with a mark for its parameters."""
         return self._with(_marked(self.mark))
 
-    def plain(self) -> dict[str, Any]:
-        """Return the tool with a schema that llama.cpp's converter takes."""
-        return self._with(self.checked.plain(self._prefix)[0])
+    def named(self) -> dict[str, Any]:
+        """Return the tool with types of its arguments, and marks for their values."""
+        properties = {
+            a.name: _typed(a) | (_marked(mark) if (mark := f"{self.mark}.{i}") in self.values.keys else {})
+            for i, a in enumerate(self._arguments.of)
+        }
+        required = [a.name for a in self._arguments.of if a.required]
+        return self._with({"type": "object", "properties": properties, "required": required})
 
     def _with(self, parameters: dict[str, Any]) -> dict[str, Any]:
         return {**self._tool, "function": {**self._tool["function"], "parameters": parameters}}
 
-    def lost(self, grammar: str) -> list[Loosened]:
-        """Return what a grammar of calls that name each argument does not enforce."""
-        plain, exact = self.checked.plain(self._prefix)
-        properties = plain["properties"]
-        if properties and not any(name in grammar for name in properties):
-            return [Loosened("#", "", "the chat template has a form of its own for arguments")]
-        why = "the chat template writes each argument in a form of its own, in which not all of it can be"
-        return [] if exact else [Loosened("#", "", why)]
+    def lost(self, *, has_marks: bool) -> list[Loosened]:
+        """Return what a grammar of calls that name each argument does not enforce. has_marks: all marks had a place in it."""
+        if has_marks and self._arguments.exact:
+            return []
+        return [
+            Loosened(
+                "#", "", "the chat template writes each argument in a form of its own, in which not all of it can be"
+            )
+        ]
 
     def warnings(self, *more: Loosened) -> list[str]:
         """Return what is not enforced of the tool, a sentence each."""
@@ -145,16 +165,32 @@ def _marked(mark: str) -> dict[str, Any]:
     return {"const": {"kvflash": mark}}
 
 
-def _put(text: str, schemas: Mapping[str, Checked]) -> tuple[str, bool]:
-    """Put schemas in the place of their marks in a grammar. Returns whether each has a place, too."""
-    rules, found = [], True
-    for i, (mark, schema) in enumerate(schemas.items()):
-        literal = f'"{{\\"kvflash\\":\\"{mark}\\"}}"'
-        found = found and literal in text
-        name, more = schema.rules(f"schema{i}-")
-        text = text.replace(literal, name)
+def _typed(argument: Argument) -> dict[str, Any]:
+    """Return a schema of an argument's types."""
+    if len(argument.types) == 1:
+        return {"type": argument.types[0]}
+    return {} if "string" not in argument.types or argument.types == TYPES else {"type": list(argument.types)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """The marks for parts of a schema, each with the keys of its shapes."""
+
+    schema: Checked
+    keys: Mapping[str, Sequence[Key]]
+
+
+def _put(text: str, marks: Sequence[_Marks]) -> tuple[str, list[bool]]:
+    """Put parts of schemas in the place of their marks in a grammar. Returns whether each of a schema's has a place, too."""
+    rules, found = [text.rstrip("\n") + "\n"], []
+    for i, one in enumerate(marks):
+        literals = [f'"{{\\"kvflash\\":\\"{mark}\\"}}"' for mark in one.keys]
+        found.append(all(literal in rules[0] for literal in literals))
+        names, more = one.schema.rules(f"schema{i}-", list(one.keys.values()))
+        for literal, name in zip(literals, names, strict=True):
+            rules[0] = rules[0].replace(literal, name)
         rules.append(more)
-    return text.rstrip("\n") + "\n" + "".join(rules), found
+    return "".join(rules), found
 
 
 def _with(rendered: Rendered, text: str | None, warnings: Sequence[str]) -> Rendered:

@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from pyllama_kvflash.engine.load_plan import Tap
-from pyllama_kvflash.engine.memory import check_memory, lodging_bytes, pane_memory
 from pyllama_kvflash.errors import NativeError, UnsupportedError
+from pyllama_kvflash.loading.load_plan import Tap
+from pyllama_kvflash.loading.memory import check_memory, lodging_bytes, pane_memory
 from pyllama_kvflash.native import CACHE_TYPES, Context, ExactContext, Model, PaneParams, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pyllama_kvflash.engine.need import Need
+from pyllama_kvflash.loading.need import Need
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry

@@ -1,0 +1,1 @@
+"""Conversations as prompts, and answers as messages."""
