@@ -1,16 +1,10 @@
 """The server from its beginning to its end: requests that wait, signals, the command, and clients of all kinds at once."""
 
-import contextlib
-import json
-import os
-import random
-import resource
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,15 +21,14 @@ pytest.importorskip("uvicorn")
 import httpx
 from click.testing import CliRunner
 from support import serving
-from support.changes import SERVE
 from support.commands import SCRIPT
 from support.processes import server_process
-from support.serving import Running, begun, check_all, long_text, open_needle, sse, stream, until
+from support.serving import Running, begun, long_text, open_needle, sse, stream, until
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import ModelError
-from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
+from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.native
@@ -43,8 +36,6 @@ pytestmark = pytest.mark.native
 document = serving.document
 environment = serving.environment
 server = serving.server
-
-SOAK_SECONDS = float(os.environ.get("KVFLASH_SOAK_SECONDS", "6"))
 
 
 #
@@ -272,118 +263,3 @@ def test_a_model_that_cannot_be_served_ends_the_command(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert f"error: {broken} cannot be loaded" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-#
-# for a long time
-#
-
-
-class Client(threading.Thread):
-    """Asks at random: answers in full or in streams, leaves in the middle, sends nonsense. Notes what should not be."""
-
-    def __init__(self, running: Running, documents: list[tuple[str, str]], seed: int, end: float) -> None:
-        super().__init__()
-        self._running, self._documents, self._end = running, documents, end
-        self._rng = random.Random(seed)
-        self.outcomes: Counter[str] = Counter()
-        self.errors: list[str] = []
-
-    def run(self) -> None:
-        with httpx.Client(base_url=self._running.url, timeout=60) as http:
-            while time.monotonic() < self._end:
-                what = self._rng.choice(
-                    (self._whole, self._whole, self._stream, self._stream, self._leave, self._nonsense)
-                )
-                try:
-                    self.outcomes[what(http)] += 1
-                except Exception as err:  # noqa: BLE001 (told at the end)
-                    self.errors.append(f"{what.__name__}: {err!r}")
-
-    def _body(self, **extra: Any) -> tuple[dict[str, Any], str]:
-        text, answer = self._rng.choice(self._documents)
-        return {"prompt": text, "max_tokens": 7, "temperature": 0, **extra}, answer
-
-    def _check(self, text: str, answer: str) -> str:
-        if answer in text:
-            return "right"
-        return "wrong"
-
-    def _refused(self, res: Any) -> str:
-        assert res.status_code == 429, res.text
-        assert res.json()["error"]["code"] == "queue_full"
-        time.sleep(0.05)
-        return "refused"
-
-    def _whole(self, http: Any) -> str:
-        body, answer = self._body()
-        res = http.post("/v1/completions", json=body)
-        if res.status_code != 200:
-            return self._refused(res)
-        return self._check(res.json()["choices"][0]["text"], answer)
-
-    def _stream(self, http: Any) -> str:
-        body, answer = self._body(stream=True)
-        res = http.post("/v1/completions", json=body)
-        if res.status_code != 200:
-            return self._refused(res)
-        events, _ = sse(res.text)
-        assert events[-1] == "[DONE]"
-        assert events[-2]["choices"][0]["finish_reason"] in {"length", "stop"}
-        return self._check("".join(e["choices"][0]["text"] for e in events[:-1]), answer)
-
-    def _leave(self, http: Any) -> str:
-        body, _ = self._body(stream=True, max_tokens=500)
-        if self._rng.random() < 0.5:
-            with contextlib.suppress(httpx.TimeoutException):
-                http.post("/v1/completions", json=body, timeout=self._rng.random() * 0.3 + 0.01)
-            return "left"
-        with http.stream("POST", "/v1/completions", json=body) as res:
-            parts = res.iter_text()
-            for _ in range(self._rng.randrange(1, 30)):
-                next(parts, "")
-        return "left"
-
-    def _nonsense(self, http: Any) -> str:
-        body = json.dumps({"prompt": "x", "stop": [self._rng.choice("abc")] * 5}).encode()
-        data = bytes(self._rng.randbytes(50)) if self._rng.random() < 0.5 else body[: self._rng.randrange(len(body))]
-        res = http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
-        assert res.status_code in {400, 429}, res.text
-        assert res.json()["error"]["message"]
-        return "nonsense"
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-@pytest.mark.slow
-@pytest.mark.nightly(SERVE)
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it looks at the memory of this process")
-def test_soak(document: NeedlePrompt) -> None:
-    """Clients that come and go: every answer is whole, or an error, memory does not grow, and all is idle at the end."""
-    lines = document.text.splitlines(keepends=True)
-    texts = ["".join(lines[: len(lines) * n // 4]) for n in (2, 3, 4)]
-    documents = [(text + n.question, n.answer) for text in texts for n in document.needles if n.statement in text]
-    with Running(n_parallel=3, n_queue=4, n_ctx=4096, pool=6144) as running:
-        for text, answer in documents:
-            assert answer in running.text(prompt=text, max_tokens=7)
-        levels = []
-        for _ in range(4):
-            end = time.monotonic() + SOAK_SECONDS / 4
-            clients = [Client(running, documents, len(levels) * 100 + i, end) for i in range(6)]
-            for client in clients:
-                client.start()
-            for client in clients:
-                client.join(120)
-                assert not client.is_alive()
-            errors = [error for client in clients for error in client.errors]
-            assert not errors, errors[:5]
-            outcomes = sum((client.outcomes for client in clients), Counter())
-            levels.append(resident_bytes())
-            print(f"soak: {dict(outcomes)}, RSS {levels[-1] / 2**20:.1f} MiB")
-            assert outcomes["right"] >= 9 * outcomes["wrong"]
-        until(lambda: running.health() == {"status": "ok", "sequences": 3, "busy": 0, "idle": 3, "queue": 0})
-        assert running.scheduler.n_admitted == 0
-        check_all(running.scheduler)
-        assert levels[-1] <= levels[1] + (16 << 20)
