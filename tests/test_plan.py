@@ -258,23 +258,6 @@ def test_what_cannot_be_is_said_in_a_sentence(args: tuple[str, ...], words: tupl
     assert all(word in err for word in words), err
 
 
-def test_without_a_gpu(tmp_path: Path) -> None:
-    """A pool is faster for what it cannot hold; where its RAM is missing, the full cache."""
-    path = tmp_path / "8b.gguf"
-    write_outline(SHAPES["8b"], path)
-    for context, ram, kind in (("32K", "16G", "pool"), ("4K", "16G", "f16"), ("32K", "8G", "q8_0")):
-        found = planned(str(path), "--memory", "0", "--ram", ram, "-c", context)
-        assert found["gpu"] == 0
-        assert found["ways"][found["best"]]["kind"] == kind
-        assert all(way["gpu_bytes"] == 0 for way in found["ways"])
-        assert not any("kv_offload" in way["command"] or "-ngl" in way["command"] for way in found["ways"])
-    out = good("plan", str(path), "--memory", "0", "--ram", "16G", "-c", "32K").stdout
-    assert "no GPU; 16.0 GiB of RAM" in out
-    assert "on the same CPU" in out
-    speeds = [expected.cpu_speed("pool", n) or 0 for n in expected.CPU_CONTEXTS]
-    assert speeds == sorted(speeds)
-
-
 @pytest.mark.skipif(any(d.gpu for d in devices()), reason="there is a GPU")
 def test_this_machine_is_planned_for() -> None:
     assert "; no GPU; " in good("plan", "-c", "8K").stdout
@@ -354,21 +337,6 @@ def test_each_way_says_how_far_its_answers_are() -> None:
     assert says["pool", "q8_0", "lossless"]["kld"] == expected.FULL_KLD["q8_0"], "lossless beside a cache in q8_0"
     pool = says["pool", "f16", None]
     assert (pool["kld"] is None) == ("not measured" in pool["answers"])
-
-
-def test_a_context_beyond_what_was_trained_is_warned_of() -> None:
-    trained = 67_584
-    for n_ctx in (trained, trained + 1):
-        said = good("plan", str(BUNDLED_MODEL), "--memory", "8GB", "-c", str(n_ctx), "--json").stderr
-        assert ("is longer than the 67,584 the model was trained on" in said) == (n_ctx > trained)
-
-
-def test_scaled_positions_are_planned_for() -> None:
-    scaled = ("--rope-scaling", "yarn", "--rope-scale", "2.0", "--yarn-orig-ctx", "16384")
-    found = planned("--memory", "8G", *scaled)
-    assert found["n_ctx"] == 32_768
-    assert all(" ".join(("-c 32K", *scaled)) in way["command"] for way in found["ways"])
-    assert "longer than" not in good("plan", "--memory", "8G", "-c", "32K", *scaled).stderr
 
 
 @pytest.mark.skipif(any(d.gpu for d in devices()), reason="there is a GPU")
