@@ -15,7 +15,6 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support.runs import GREEDY, SCORED, TOKENS, Open, feed, spell
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.native import Context, Model
 from pyllama_kvflash.native import lib as library
 from pyllama_kvflash.native.lib import ffi, owned
 from pyllama_kvflash.needle import BUNDLED_MODEL
@@ -116,18 +115,6 @@ def test_one_of_its_sequences_keeps_it(opened: Open, ignored: list[Any]) -> None
     assert not ignored
 
 
-def test_one_that_was_closed_is_not_freed_again(
-    opened: Open, ignored: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kv, freed = opened(**SMALL), list[str]()
-    kv._loaded.parts.callback(lambda: freed.append("freed"))
-    kv.close()
-    del kv
-    gc.collect()
-    assert freed == ["freed"]
-    assert not ignored
-
-
 @pytest.mark.parametrize("backwards", [False, True])
 def test_native_objects_of_a_circle_are_freed_before_their_parts(*, backwards: bool, ignored: list[Any]) -> None:
     """In whichever order they were made and held."""
@@ -140,27 +127,6 @@ def test_native_objects_of_a_circle_are_freed_before_their_parts(*, backwards: b
     assert not freed
     gc.collect()
     assert freed == ["whole", "part"]
-    assert not ignored
-
-
-def test_a_context_is_there_for_what_ends_with_it(tiny_path: Callable[[str], Path], ignored: list[Any]) -> None:
-    """A __del__ in the same garbage can still use it."""
-    seen: list[str] = []
-
-    class Owner:
-        def __init__(self) -> None:
-            self.model = Model.load(tiny_path("qwen3"))
-            self.ctx, self.circle = Context(self.model, n_ctx=256), self
-
-        def __del__(self) -> None:
-            self.ctx.decode(TOKENS[:8], 0)
-            seen.append(self.ctx.memory_class)
-
-    before = len(library._owned)
-    Owner()
-    gc.collect()
-    assert seen == ["llama_kv_cache"]
-    assert len(library._owned) == before
     assert not ignored
 
 

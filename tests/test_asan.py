@@ -65,28 +65,3 @@ def test_a_compiler_that_outlives_its_test_keeps_the_folder(tmp_path: Path) -> N
     compiler.communicate(b"\n")
     with asan.alone(tmp_path / "asan") as (other, _):
         assert other == folder
-
-
-@pytest.mark.parametrize("name", ["CXXFLAGS", "CC"])
-def test_the_key_holds_what_no_source_says(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    before = asan.key()
-    assert asan.key() == before
-    monkeypatch.setenv(name, "g++ -O3" if name == "CC" else "-O3")
-    after = asan.key()
-    assert after != before
-    monkeypatch.setitem(asan.OPTIONS, "GGML_LLAMAFILE", "ON")
-    assert asan.key() not in {before, after}
-
-
-def test_where_builds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVFLASH_ASAN_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert asan.home() == tmp_path / ".cache" / "kvflash"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert asan.home() == tmp_path / "xdg" / "kvflash"
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert asan.home() == asan.ROOT / "build"
-    monkeypatch.setenv("KVFLASH_ASAN_DIR", str(tmp_path / "here"))
-    assert asan.home() == tmp_path / "here"

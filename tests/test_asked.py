@@ -18,7 +18,7 @@ from support.runs import GREEDY
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.events import Done, Probs
-from pyllama_kvflash.native import MAX_BIASES, Sampler
+from pyllama_kvflash.native import Sampler
 from pyllama_kvflash.native.sampler import MAX_PROBS, most
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -174,15 +174,6 @@ def test_the_most_of_many(m: int, n_values: int) -> None:
     values = np.random.default_rng(m).integers(0, n_values, m).astype(np.float32)
     for n in (0, 1, 3, 20, 1024):
         np.testing.assert_array_equal(most(values, n), np.argsort(-values, kind="stable")[:n])
-
-
-def test_limits_of_what_each_token_costs() -> None:
-    with pytest.raises(UsageError, match=r"^`n_probs` is 1,025, and must be from 0 to 1,024: "):
-        Sampling(n_probs=MAX_PROBS + 1)
-    biases = tuple((i, 1.0) for i in range(MAX_BIASES))
-    Sampling(logit_bias=biases)
-    with pytest.raises(UsageError, match=r"^logit_bias has 1,025 tokens, and may have 1,024, since "):
-        Sampling(logit_bias=(*biases, (5, 1.0)))
 
 
 #

@@ -19,10 +19,10 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.loading import load as loading
 from pyllama_kvflash.loading import planning
-from pyllama_kvflash.loading.bits import LEAST, SMALL_BATCH, choices
+from pyllama_kvflash.loading.bits import LEAST, SMALL_BATCH
 from pyllama_kvflash.loading.need import Need
 from pyllama_kvflash.loading.planning import planned
-from pyllama_kvflash.native import Model, pretending
+from pyllama_kvflash.native import pretending
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy.coarse import FORMS
@@ -141,17 +141,6 @@ def test_experts_go_to_the_host_before_bits_do(tmp_path: Path) -> None:
     assert on_gpu(least + RESERVE - 1)[:2] == (40, "4,2")
 
 
-def test_choices() -> None:
-    def tried(*, possible: bool = True, **options: Any) -> list[tuple[str, Any]]:
-        return [(each.coarse, each.policy) for each in choices(Options(**options), possible=possible)]
-
-    assert tried() == [("4", "fresh"), ("4,2", "fresh"), ("2", "fresh"), ("off", "qk")]
-    assert tried(policy="fresh") == [("4", "fresh"), ("4,2", "fresh"), ("2", "fresh")]
-    assert tried(coarse="4,2") == [("4,2", "fresh")]
-    assert tried(coarse="off") == tried(possible=False) == tried(pool="off") == [("off", "qk")]
-    assert tried(policy="fresh", pool="off") == [("off", "fresh")]
-
-
 @HOST
 @pytest.mark.parametrize("args", [("--kvflash-policy", "fresh"), ("--kvflash-coarse", "4")])
 def test_what_cannot_be_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch, args: tuple[str, str]) -> None:
@@ -170,22 +159,3 @@ def test_what_cannot_be_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch, a
     assert (found["coarse"], found["coarse_bytes"]) == ("off", 0)
     assert json.loads(good("inspect", "--kvflash", "off", *args, "--json").stdout)["coarse"] == "off"
     assert f"none: {why}" in " ".join(good("inspect").stdout.split())
-
-
-@HOST
-def test_inspect_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the model, whatever is taken. Of the full cache it says what codes an automatic pool would have."""
-    load, probe, looks = Model.load, planning.probe, list[str]()
-    monkeypatch.setattr(Model, "load", lambda *args, **how: (looks.append("load"), load(*args, **how))[1])
-    monkeypatch.setattr(planning, "probe", lambda *given: (looks.append("probe"), probe(*given))[1])
-
-    def coarse(memory: int, pool: str) -> str:
-        looks.clear()
-        with pretending(memory, 8 << 30):
-            found = json.loads(good("inspect", "-c", "64K", "--kvflash", pool, "--json").stdout)
-        assert looks == ["load", "probe"]
-        assert (found["n_pool"] is None, found["coarse_bytes"] == 0) == (pool == "off", found["coarse"] == "off")
-        return str(found["coarse"])
-
-    for memory, want in ((LEAST, "off"), (4 * RESERVE, "4")):
-        assert coarse(memory, "auto") == coarse(memory, "off") == want

@@ -11,15 +11,12 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands, models
-from support.commands import NEEDLE_TOKEN_BYTES, good, invoke, rows, summary
+from support.commands import NEEDLE_TOKEN_BYTES, good, rows, summary
 from support.models import Geometry, model_file
 
-from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.loading import bits, memory
 from pyllama_kvflash.native import Context, Device, Layer
-from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Geometry as Layers
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_gpu")]
 
@@ -118,42 +115,3 @@ def test_inspect_several_devices() -> None:
     assert found["token_bytes"]["f16"] == NEEDLE_TOKEN_BYTES
     assert found["auto_pool"] == 16_384
     assert "; auto: half of (1024 MiB free on CUDA2, the tightest of 2 devices - 512 MiB" in found["auto_note"]
-
-
-def test_inspect_one_device() -> None:
-    assert "KV on" not in good("inspect").stdout
-    (device,) = json.loads(good("inspect", "--json").stdout)["devices"]
-    assert device["token_bytes"] == NEEDLE_TOKEN_BYTES
-    assert device["free"] > 0
-
-
-@pytest.mark.usefixtures("three_gpus")
-def test_devices_for_panes() -> None:
-    """What the layers of each take by turns, and which of them is too small for it."""
-    geometry = Layers(((128, 128), (128, 128), (128, 64)), (0, 2, 3))
-    found = memory.pane_memory(geometry, Options(coarse="off"), 2)
-    assert [(d.name, d.free, d.token_bytes, d.host) for d in found] == [
-        ("CUDA0", 24 * GIB, 512, False),
-        ("CUDA2", GIB, 512, False),
-        ("CPU", 64 * GIB, 384, True),
-    ]
-    memory.check_memory(found, 2 << 20, "a pane", "something else")  # all that is free on CUDA2
-    with pytest.raises(
-        NativeError,
-        match=r"^three panes of 2,097,153 tokens takes 1\.0 GiB on CUDA2, and 1\.0 GiB are free: use a smaller -c$",
-    ):
-        memory.check_memory(found, (2 << 20) + 1, "three panes", "a smaller -c")
-    memory.check_memory((), 1 << 30, "nothing", "nothing")
-
-
-@pytest.mark.usefixtures("three_gpus")
-def test_run_on_several_devices_says_which_is_the_tightest() -> None:
-    found = summary("-p", "Hello", "-n", "1", "-c", "64K", "-ctk", "q8_0")
-    assert "free on CUDA2, the tightest of 2 devices" in found["notes"][1]
-    assert f"/ {(128 * 2 + 128 // 32 * 34) * 3 / 1024:.2f} KiB a token" in found["notes"][1]
-    res = invoke("run", "-p", "Hello", "-n", "1", "-c", "1M", "--kvflash", "off")
-    assert res.exit_code == 1
-    assert (
-        "the full cache of 1,048,576 tokens takes 1.5 GiB on CUDA2, and 1.0 GiB are free: use a pool (--kvflash) or a"
-        " smaller -c/--ctx-size" in res.stderr
-    )

@@ -19,7 +19,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import conversions
 from support.commands import RUNTIME, USAGE, check_error, invoke
-from support.conversions import edited, written
+from support.conversions import written
 from support.golden_drafters import GOLDEN, describe
 
 from pyllama_kvflash import native
@@ -116,43 +116,6 @@ def test_tokenizer_is_the_targets(tmp_path: Path, targets: dict[bool, Path]) -> 
     assert ours["tokenizer.ggml.mask_token_id"].contents() == drafters.MASK
 
 
-def rotated(x: npt.NDArray[np.float64], n_rot: int, *, neox: bool) -> npt.NDArray[np.float64]:
-    """A head, rotated at position 3: pairs of halves (NeoX), or side by side (RoFormer, Su et al. 2021)."""
-    angles = 3 * 10000.0 ** (-np.arange(0, n_rot, 2) / n_rot)
-    first, second = (x[: n_rot // 2], x[n_rot // 2 : n_rot]) if neox else (x[:n_rot:2], x[1:n_rot:2])
-    a = first * np.cos(angles) - second * np.sin(angles)
-    b = first * np.sin(angles) + second * np.cos(angles)
-    return np.concatenate([np.concatenate([a, b]) if neox else np.stack([a, b], 1).reshape(-1), x[n_rot:]])
-
-
-@pytest.mark.parametrize("partial", [None, 0.5, 0.25])
-def test_pairs_in_turns_become_halves(partial: float | None, tmp_path: Path, targets: dict[bool, Path]) -> None:
-    """A query and a key that were rotated in turns give the same product when they are rotated by halves."""
-
-    def edit(config: drafters.Config, tensors: drafters.Tensors) -> None:
-        config["rope_is_neox_style"] = False
-        config["partial_rotary_factor"] = partial
-
-    plan = resolve(edited("swa", edit, tmp_path), targets[False])
-    n_rot = plan.drafter.n_rot
-    order = next(t.rows for t in plan.tensors if t.name == "blk.0.attn_q_norm.weight")
-    assert order is not None
-    q, k = np.random.default_rng(1).standard_normal((2, 32))
-    turns = rotated(q, n_rot, neox=False) @ k
-    np.testing.assert_allclose(turns, rotated(q[order], n_rot, neox=True) @ k[order])
-
-
-def test_head_dim_follows_from_the_keys(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    source = edited("a3b", lambda config, _: config.pop("head_dim"), tmp_path)
-    assert resolve(source, targets[True]).drafter.keys["attention.key_length"] == 16
-
-
-def test_windows_from_max_window_layers(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    source = edited("swa", lambda config, _: config.pop("layer_types"), tmp_path)
-    pattern = resolve(source, targets[False]).drafter.keys["attention.sliding_window_pattern"]
-    assert pattern == [False, True, True]
-
-
 #
 # the command
 #
@@ -168,17 +131,6 @@ def test_command(tmp_path: Path, targets: dict[bool, Path]) -> None:
     assert not list(tmp_path.glob(".*"))
     quiet = invoke("convert-draft", source.folder, "--target", targets[True], "-o", out, "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
-
-
-def test_dry_run(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    source = written("dense", tmp_path)
-    for more in ((), ("--target", targets[True]), ("-o", tmp_path / "draft.gguf")):
-        res = invoke("convert-draft", source.folder, "--dry-run", *more)
-        assert res.exit_code == 0, res.output
-        assert re.search(r"^target_layers +\[2, 17, 32, 47, 62\] *$", res.stdout, re.MULTILINE)
-        assert re.search(r"^attention\.head_count_kv +2 *$", res.stdout, re.MULTILINE)
-        assert ("rope.dimension_sections" in res.stdout) == ("--target" in more)
-    assert not list(tmp_path.glob("*.gguf"))
 
 
 def test_options(tmp_path: Path, targets: dict[bool, Path]) -> None:

@@ -19,11 +19,11 @@ from pyllama_kvflash import KVFlash, Reselect, Warn
 from pyllama_kvflash.cli.needles import answer_all
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.native import Context, Model
+from pyllama_kvflash.native import Context
 from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.scorers import reader
-from pyllama_kvflash.scorers.reader import Reader, find_scorer_model, same_tokenizer
+from pyllama_kvflash.scorers.reader import Reader, find_scorer_model
 
 pytestmark = pytest.mark.native
 
@@ -152,24 +152,6 @@ def test_another_tokenizer_runs_through_the_text(opened: Open, document: NeedleP
     assert theirs.detokenize(theirs.tokens).startswith(text)
     check_residency(kv)
     theirs.check_integrity()
-
-
-@pytest.mark.nightly(SCORERS)
-def test_other_pieces_are_another_tokenizer(
-    opened: Open, other_tokenizer: Path, brief: NeedlePrompt, tmp_path: Path
-) -> None:
-    """It is found out, and the text is gone by; a model with other weights and the same pieces reads the ids."""
-    with Model.load(BUNDLED_MODEL, no_alloc=True) as one, Model.load(other_tokenizer, no_alloc=True) as other:
-        assert same_tokenizer(one, one)
-        assert not same_tokenizer(one, other)
-    kv = opened(scorer_model=str(other_tokenizer))
-    assert warnings(read(kv, brief.text)) == []
-    assert kv.policy == "crosstok"
-    copy = tmp_path / "copy.gguf"
-    copy.symlink_to(BUNDLED_MODEL)
-    kv = opened(scorer_model=str(copy))
-    read(kv, brief.text)
-    assert kv.policy == "drafter"
 
 
 #
@@ -407,17 +389,3 @@ def test_a_hybrid_drafter_begins_anew(tiny_path: Callable[[str], Path], monkeypa
         assert kv.policy == "drafter"
         assert np.array_equal(inner(kv).tokens, kv.tokens)
         check_residency(kv)
-
-
-def test_closing_closes_the_drafter(opened: Open, brief: NeedlePrompt) -> None:
-    kv = opened()
-    kv.close()  # not loaded yet
-    kv = opened()
-    read(kv, brief.text)
-    theirs = inner(kv)
-    assert theirs.ctx.handle
-    kv.close()
-    for closed in (theirs.ctx, theirs.model, kv.ctx):
-        with pytest.raises(UsageError, match="is closed"):
-            _ = closed.handle
-    kv.close()

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import drafting
-from support.drafting import DRAFTERS, N_MAX, SMALL, TOKENS, Knowing, Run, run, same
+from support.drafting import DRAFTERS, N_MAX, SMALL, TOKENS, Run, run, same
 from support.runs import Open
 
 from pyllama_kvflash.native import Context, Model, Speculator
@@ -133,32 +133,3 @@ def test_what_the_drafter_did_not_read(
         Pausing.n_pause = n_pause
         (got,) = runs(60, [(0, 300)])
         assert max(b.start - a.start for a, b in itertools.pairwise(got.steps)) > n_pause
-
-
-@pytest.mark.parametrize("drafter", ["draft", "dflash"])
-def test_the_drafter_knows_what_stands(opened: Open, monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
-    """After drafts of which some was right, and after a rollback, it says what it says to one who reads the text as a prompt."""
-    text = TOKENS[:400].tolist()
-    other = [*text[:250], *TOKENS[1000:1150].tolist()]
-    knowing = Knowing(monkeypatch, text, wrong=0.3, ask=True)
-    kv = opened("qwen3", DRAFTERS[drafter], pool=1024)
-    run(kv, monkeypatch, text[:300], text[300:], max_tokens=40)
-    said = [(text, *each) for each in knowing.asked[3::4]]
-    kv.rollback(250)
-    knowing.text = other
-    knowing.asked.clear()
-    run(kv, monkeypatch, other[250:300], other[300:], max_tokens=40, append=True)
-    said += [(other, *each) for each in knowing.asked[1::5]]
-    n_same = 0
-    fresh = opened("qwen3", DRAFTERS[drafter], pool=1024)
-    for whole, n, guesses in said:
-        fresh.clear()
-        list(fresh.prefill(whole[:n]))
-        assert guesses
-        assert fresh.decoder.drafts is not None
-        fresh.decoder.drafts.begin(fresh.sequence.history)
-        knowing.text = whole
-        fresh.decoder.drafts.guess(fresh.sequence.history, whole[n], len(guesses))
-        n_same += knowing.asked[-1] == (n, guesses)
-    assert len(said) >= 6
-    assert n_same >= 0.8 * len(said), "there are near ties"

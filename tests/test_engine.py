@@ -15,11 +15,10 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import needles
 from support.changes import crossed
 from support.models import Geometry, model_file
-from support.runs import GREEDY, LRU, TOKENS, Open, feed, out, text_of
+from support.runs import GREEDY, LRU, Open, feed, out, text_of
 
 from pyllama_kvflash import Done, KVFlash, Paged, Prefill, Token
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import NONE
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 
 pytestmark = pytest.mark.native
@@ -153,24 +152,6 @@ def test_device_bytes_are_those_of_the_pool(
     assert full.stats().kv_device_bytes == full.stats().kv_full_bytes == stats.kv_full_bytes
 
 
-def test_host_bytes_are_those_of_the_records(opened: Open) -> None:
-    kv = opened(chunk=16)
-    record = kv.pager.records.record_bytes
-    rows = 16 * kv.resident_bytes // 768
-    assert rows < record < 1.25 * rows  # the head of a record is small, even of a small one
-    assert kv.host_bytes == 0
-    for end in range(64, 4096, 64):
-        kv.decode(TOKENS[end - 64 : end], NONE)
-        n = end // 16
-        assert kv.host_bytes >= n * record
-        if n >= 80:  # the first slabs are of eight records
-            assert kv.host_bytes <= n * record * 1.10, f"{n} records"
-    before = kv.host_bytes
-    kv.rollback(1000)
-    feed(kv, 4000, 64)
-    assert kv.host_bytes == before  # places are used again
-
-
 #
 # opening and closing
 #
@@ -244,13 +225,6 @@ def test_model_without_a_vocabulary(tiny_path: Callable[[str], Path], call: str)
         [sys.executable, "-c", code, tiny_path("qwen3")], capture_output=True, text=True, timeout=60, check=False
     )
     assert (res.returncode, res.stdout) == (0, "said so\n"), res.stderr
-
-
-def test_progress_of_loading(tiny_path: Callable[[str], Path]) -> None:
-    seen: list[float] = []
-    KVFlash.from_file(tiny_path("qwen3"), progress=seen.append, **SMALL).close()
-    assert seen[-1] == 1.0
-    assert seen == sorted(seen)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -99,17 +99,6 @@ def test_panes_chunks_batches_and_policies(opened: Open, name: str, options: dic
         check_residency(kv, kv.options.chunk)
 
 
-@pytest.mark.nightly(ENGINE)
-@pytest.mark.parametrize("cache", CACHES)
-def test_wide_batches(opened: Open, cache: str) -> None:
-    """Several threads make their masks, and several chunks are summarised at once."""
-    kv = opened(n_ubatch=1024, **CACHES[cache])
-    full = opened(**CACHES[cache], **(FULL | {"n_batch": 1024, "n_ubatch": 1024}))
-    for n in (2900, 700):
-        assert_same(prompt(kv, n), prompt(full, n))
-    check_residency(kv, CHUNK)
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
 def test_prompt_that_fits_is_read_through_the_pool(opened: Open, name: str) -> None:
     """The first one that does not fit is read exactly, all of it. What is there already went through the pool."""

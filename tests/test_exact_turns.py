@@ -12,7 +12,6 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import drafting, snapshots, tiny, tiny_drafters
 from support.changes import ENGINE, crossed
-from support.drafting import width_noise
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held, relative_rms
 from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Logits, Open, check_residency, read
@@ -307,27 +306,3 @@ def test_guesses_after_an_exact_prompt_are_those_of_the_full_cache(pair: Pair) -
             found.append([guesses(kv, n) for n in (1000, 1003, 1100)])
     assert found[0] == found[1]
     assert all(found[0])
-
-
-@pytest.mark.nightly(ENGINE)
-@PAIRS
-def test_drafts_after_an_exact_prompt_change_no_token(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer, a further prompt that is read exactly, and its answer, but for what the width of a batch does to logits."""
-    path, spec = pair
-    options = {**SMALL, "policy": "lru", "opening": 0}
-    heard, chosen = Heard(monkeypatch), Chosen(width_noise(path, spec.n_max + 1, options))
-    texts = []
-    ways: list[dict[str, Any]] = [{}, {"spec": spec}]
-    for how in ways:
-        with KVFlash.from_file(path, **options, **how) as kv, held(chosen):
-            answer(kv, PROMPT[:1000], 60)
-            before, started = n_streamed(kv), kv.n_tokens
-            answer(kv, PROMPT[:50], 20)
-            assert n_streamed(kv) > before
-            check_residency(kv, CHUNK)
-            texts.append(kv.tokens.tolist())
-            assert not how or (kv.decoder.drafts and kv.decoder.drafts.stats.draft_steps > 10)
-    assert texts[0] == texts[1]
-    assert chosen.n_held == len(chosen.rows) == 80
-    assert heard.batches[: len(batches(0, 1000))] == batches(0, 1000)
-    assert started in [pos for pos, _ in heard.batches]

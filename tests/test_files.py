@@ -394,39 +394,6 @@ def test_a_rename_that_fails_keeps_the_new_file(tmp_path: Path, monkeypatch: pyt
 #
 
 
-def test_uses_of_one_file(tmp_path: Path) -> None:
-    file, link, hard = (tmp_path / name for name in ("file", "link", "hard"))
-    file.touch()
-    link.symlink_to(file)
-    os.link(file, hard)
-    (tmp_path / "dangling").symlink_to("new")
-    (tmp_path / "here").symlink_to(".")
-    for a, b in (
-        (file, link),
-        (link, hard),
-        (tmp_path / "dangling", tmp_path / "here" / "new"),
-        (file, tmp_path / "here/file"),
-    ):
-        for order in ((a, b), (b, a)):
-            uses = Uses()
-            uses.read("the model", order[0])
-            with pytest.raises(UsageError, match=r"-o .* would overwrite the file of the model, .*: give another file"):
-                uses.write("-o", order[1])
-            uses = Uses()
-            uses.write("-o", order[1])
-            with pytest.raises(UsageError, match=r"-o .* would overwrite the file of the model, "):
-                uses.read("the model", order[0])
-            with pytest.raises(UsageError, match="--trace and -o are one file"):
-                uses.write("--trace", order[0])
-    uses = Uses()
-    uses.read("-f", file, "/dev/null", tmp_path / "missing", tmp_path)
-    uses.write("-o", "/dev/null", tmp_path / "new", tmp_path / "no" / "such", "a\0b")
-    uses.write("--trace", "/dev/null", tmp_path / "NEW", tmp_path / "no" / "such", "a\0b")  # this folder heeds case
-    uses.read("--restore", tmp_path / "snap")
-    uses.write("--save-snapshot", tmp_path / "snap", updates="--restore")
-    uses.read("--restore", tmp_path / "snap")
-
-
 def test_names_without_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder that answers to names of any case, two outputs to be made may be one file."""
     exists = Path.exists

@@ -1,7 +1,6 @@
 """What users see of policy fresh: its figures, residency by layers, its trace, page and metrics."""
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -112,29 +111,6 @@ def test_codes_alone_are_shown_without_guests(opened: Open) -> None:
 
 
 FRESH = ("--kvflash-policy", "fresh", "--kvflash-coarse", "4")
-
-
-@HOST
-def test_a_run_says_what_codes_take(long_file: Path) -> None:
-    """In its first lines for the whole context, at its end as it is; and what an answer needs no more is not said."""
-    res = good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--stats", "-v")
-    ((whole, share),) = re.findall(
-        r"; policy fresh, everything outside the pool seen by 4 bits of keys and values \(([\d.]+) MiB at the full context,"
-        r" ([\d.]+) % of the full cache\), ",
-        res.stderr,
-    )
-    size = 6 * CoarseForm(4, 4).n_bytes(HEADS, 4096)
-    assert (whole, share) == (f"{size / 2**20:.1f}", f"{100 * size / (NEEDLE_TOKEN_BYTES * 4096):.1f}")
-    assert "are lossless" not in res.stderr
-    table = rows(res.stderr)
-    n, n_tokens = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) (?:bytes|tokens)", table["codes"]))
-    assert n == 6 * CoarseForm(4, 4).n_bytes(HEADS, n_tokens)
-    assert table["codes"] == f"{n:,} bytes ({n / 2**20:.1f} MiB), of {n_tokens:,} tokens"
-    assert re.fullmatch(r"\d+ blocks; layers fetched [\d,]+ guests of 16 tokens", table["guests"])
-    assert f" MiB of records + {n / 2**20:.1f} MiB of codes + " in res.stderr
-    found = json.loads(good("run", "-f", str(long_file), *POOLED, *FRESH, "-n", "4", "--json").stdout)
-    assert found["policy"] == "fresh"
-    assert found["stats"]["coarse_bytes"] == n
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from support.rounding import Chosen, held
 from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, plain, read, turn
 
 from pyllama_kvflash import Done, KVFlash, Token, Warn
-from pyllama_kvflash.engine.generation import step_together
 from pyllama_kvflash.engine.meter import N_CHECKED, Meter
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Checked
@@ -135,27 +134,6 @@ def test_sequences_of_a_server(opened: Open, wordless: None) -> None:
         if how:
             assert all(s.decoder.meter and s.decoder.meter.stats.checked >= N_CHECKED for s in kv.sequences)
     assert found[0] == found[1]
-
-
-def test_sequences_in_one_batch_keep_their_logits(opened: Open, wordless: None) -> None:
-    """Also where the checks of both are due at once."""
-    texts, found = (TOKENS[:700], TOKENS[700:1300]), []
-    for how in ({}, ALWAYS):
-        kv = opened(n_parallel=2, pool=2 * N_POOL, again=0, **how)
-        runs = [s.generation(text, max_tokens=40, sampling=GREEDY) for s, text in zip(kv.sequences, texts, strict=True)]
-        while any(run.reading for run in runs):
-            for run in runs:
-                list(run.read()) if run.reading else None
-        ids, logits = [], []
-        for _ in range(30):
-            step_together(runs)
-            ids.append([run.answer.token for run in runs])
-            logits.append([s.logits() for s in kv.sequences])
-        found.append((ids, np.array(logits)))
-        if how:
-            assert all(s.decoder.meter and s.decoder.meter.stats.checked for s in kv.sequences)
-    assert found[0][0] == found[1][0]
-    assert np.array_equal(found[0][1], found[1][1])
 
 
 #

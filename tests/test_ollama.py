@@ -138,19 +138,6 @@ def test_an_answer_of_a_form(server: Running, how: dict[str, Any]) -> None:
     assert said("") == said(None)
 
 
-def test_options_are_those_of_the_request(server: Running) -> None:
-    text = post(server, messages=ASKS)["message"]["content"]
-    stop = text[3:6]
-    found = post(server, messages=ASKS, options={**GREEDY, "stop": [stop]})
-    assert found["message"]["content"] == text[: text.index(stop)]
-    assert found["done_reason"] == "stop"
-    drawn = {"temperature": 1.5, "seed": 5, "top_k": 0, "top_p": 1, "num_predict": 8}
-    one, other = (post(server, messages=ASKS, options=drawn)["message"]["content"] for _ in range(2))
-    assert one == other
-    for more in ({"seed": 6}, {"mirostat": 2, "mirostat_tau": 0.1}, {"typical_p": 0.05}):
-        assert post(server, messages=ASKS, options={**drawn, **more})["message"]["content"] != one
-
-
 def test_a_suffix_fills_in_the_middle(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt is that of /v1/completions with a suffix."""
     asked = []
@@ -274,16 +261,6 @@ def test_reasoning_is_apart(model: Model, kind: type[ChatReply]) -> None:
     assert (whole["thinking"].strip(), whole[key].strip()) == ("Hm.", "So it is.")
     assert "".join(line.get("thinking", "") for line in found) == whole["thinking"]
     assert "".join(line[key] for line in found) == whole[key]
-
-
-def test_nanoseconds() -> None:
-    """The rest of the time, as that in the queue, counts as loading."""
-    own = reply(None)
-    own.end(done())
-    found = own.whole()
-    assert [found[name] for name in DURATIONS] == [1_250_000_000, 500_000_000, 250_000_000]
-    assert found["total_duration"] == 2_000_000_000
-    assert [found[name] for name in COUNTS] == [9, 4, 3]
 
 
 #

@@ -273,12 +273,6 @@ def test_the_text_of_a_chunk_is_that_of_its_tokens(read: Running) -> None:
     refused(read.http.get("/kvflash/chunk", params={"sequence": 1, "chunk": 0}), 404, "has 0 now")
 
 
-@pytest.mark.parametrize("query", ["", "sequence=0", "sequence=0&chunk=-1", "sequence=x&chunk=1", "sequence=0&chunk=1e9",
-                                   "sequence=0&chunk=99999999999999999999", "sequence=0&chunk=%D9%A1"])  # fmt: skip
-def test_where_a_chunk_is_must_be_said_in_digits(server: Running, query: str) -> None:
-    refused(server.http.get(f"/kvflash/chunk?{query}"), 400, "must be a number from 0")
-
-
 #
 # pins
 #

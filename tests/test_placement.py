@@ -16,7 +16,7 @@ from support import tiny_drafters
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.oracles import N_GPU, ON_GPU
+from support.oracles import ON_GPU
 from support.runs import HOST, LRU, Open, feed
 
 from pyllama_kvflash import KVFlash
@@ -26,7 +26,7 @@ from pyllama_kvflash.loading.load import Loaded, load, probe
 from pyllama_kvflash.loading.panes import exact_bytes
 from pyllama_kvflash.loading.placement import holdings, on_host
 from pyllama_kvflash.loading.refusals import MODELS
-from pyllama_kvflash.native import Context, Device, Model, PoolParams, devices
+from pyllama_kvflash.native import Context, Device, Model, PoolParams
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy.experts import Placement
@@ -114,25 +114,6 @@ def loaded(path: Path, **options: Any) -> Iterator[Loaded]:
         yield res
     finally:
         res.close()
-
-
-#
-# one device
-#
-
-
-def test_one_device_has_all_layers(tiny_path: Callable[[str], Path]) -> None:
-    """The GPU that is named, or the CPU, whatever there is; embeddings stay on the host."""
-    host = [device.gpu for device in devices()].index(False)
-    for gpu in range(-1, N_GPU):
-        with loaded(tiny_path("qwen3"), split_mode="none", main_gpu=gpu) as found:
-            assert {w.device for w in found.model.weights()} - {host} == ({gpu} if gpu >= 0 else set())
-            assert {layer.device for layer in found.sequences[0].ctx.layers()} == {gpu if gpu >= 0 else host}
-    n = max(N_GPU, 1)
-    with pytest.raises(UsageError, match=f"`main_gpu` is {n}, and there .* GPU.*: 0 is the first, and -1 the CPU"):
-        load(tiny_path("qwen3"), Options(**SMALL, split_mode="none", main_gpu=n), KVFlash.open)
-    with pytest.raises(UsageError, match=r"`split_mode` none .* `tensor_split` is without effect"):
-        Options(split_mode="none", tensor_split=(1.0,))
 
 
 #
@@ -378,16 +359,3 @@ def test_refusals_stay_what_they_are(
     assert refused("qwen4exp", n) == refused("qwen4exp", 0)
     monkeypatch.setattr(Model, "refusal", property(lambda _: next(iter(MODELS))))
     assert refused(MOE, n) == refused(MOE, 0)
-
-
-def test_a_cache_that_cannot_be_pooled_counts_whole(
-    opened: Open, gpu: Callable[..., None], tiny_path: Callable[[str], Path]
-) -> None:
-    size = Sizes(tiny_path("qwen4exp"), pool="off")
-    assert size.tokens == 0
-    assert size.state > 4096
-    for n in (0, 1):
-        gpu(size.need(n, 0))
-        assert opened("qwen4exp", pool="off", n_cpu_moe="auto").options.n_cpu_moe == n
-        gpu(size.need(n, 0) - 1)
-        assert opened("qwen4exp", pool="off", n_cpu_moe="auto").options.n_cpu_moe == n + 1

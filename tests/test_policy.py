@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from support.changes import POLICY
-from support.paging import FULL, Exact, Paging, by_heat, check_choice, check_swaps, come_back, filled, heat_of, snapshot
+from support.paging import FULL, Exact, Paging, check_choice, check_swaps, come_back, filled, heat_of, snapshot
 
 from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.policy import Blocks, Ledger, LedgerError, Plan, State, bring_in, make_room, reselect
@@ -274,26 +274,6 @@ def test_what_was_computed_elsewhere_is_out_but_for_the_chunk_that_is_written(
     assert np.isnan(ledger.score[before:]).all()
 
 
-def test_full_chunks_need_no_block_and_a_begun_one_does() -> None:
-    ledger = filled()
-    before = snapshot(ledger)
-    for n in (0, -1):
-        with pytest.raises(LedgerError, match="nothing to append"):
-            ledger.append(n)
-    for n in (1, 17, 16 * 16 + 15):
-        with pytest.raises(LedgerError, match="no free block for the chunk that is being written"):
-            ledger.append(n)
-    assert snapshot(ledger) == before
-    ledger.append(10 * 16)
-    assert (ledger.n_free, ledger.n_resident, ledger.n_chunks) == (0, 8, 18)
-    ledger.check_integrity()
-    ledger = filled(n_tokens=8 * 16 - 3)
-    ledger.append(16)  # the block of the chunk that was being written
-    assert (ledger.n_free, ledger.n_resident) == (0, 8)
-    assert ledger.state[-2:].tolist() == [State.OUT, State.RESIDENT]
-    ledger.check_integrity()
-
-
 def test_a_trial_has_its_blocks_whatever_is_computed_beneath_it() -> None:
     """However many of the tried positions are appended, and until it ends, other sequences find the same blocks free."""
     blocks = Blocks(12)
@@ -316,18 +296,6 @@ def test_a_trial_has_its_blocks_whatever_is_computed_beneath_it() -> None:
     assert blocks.n_free == 12
 
 
-def test_what_is_under_way_goes_on_while_positions_are_computed_elsewhere() -> None:
-    ledger = filled(n_tokens=6 * 16)
-    ledger.drop(2)
-    ledger.begin_page_in(2)
-    ledger.append(40)
-    ledger.check_integrity()
-    assert (ledger.n_in_flight, ledger.n_free) == (1, 1)
-    ledger.commit_page_in(2)
-    assert ledger.state_of(2) == State.RESIDENT
-    ledger.check_integrity()
-
-
 @pytest.mark.parametrize("n", [0, 30, 40, 5 * 16, 9 * 16, 12 * 16 + 3, 12 * 16 + 7])
 def test_rollback_of_what_was_computed_elsewhere(n: int) -> None:
     """To a chunk's end, or into one that is there; into one that is out it must come back first, as ever."""
@@ -346,18 +314,6 @@ def test_rollback_of_what_was_computed_elsewhere(n: int) -> None:
     assert ledger.state[n // 16 :].tolist() == (ledger.n_chunks - n // 16) * [State.RESIDENT]
     ledger.append(16)
     ledger.check_integrity()
-
-
-def test_what_was_computed_elsewhere_leaves_by_its_age_and_may_come_in() -> None:
-    """All of it is as recent as the rest of its batch, and a candidate like any other."""
-    ledger = filled(n_tokens=5 * 16)
-    ledger.append(4 * 16)
-    ledger.append(3 * 16 + 1)
-    assert by_heat(ledger) == [*range(13)]
-    assert np.flatnonzero(ledger.candidates()).tolist() == [*range(1, 11)]
-    assert np.flatnonzero(ledger.protected()).tolist() == [0, 11, 12]
-    assert reselect(ledger, 1) == Plan(drops=(1, 2, 3, 4), page_ins=(10, 9, 8, 7, 6))
-    assert bring_in(ledger, [11]) == Plan(page_ins=(11,))
 
 
 def test_a_record_of_a_chunk_that_was_cut_is_void() -> None:

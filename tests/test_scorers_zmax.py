@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -64,16 +63,6 @@ def test_without_queries_or_candidates_there_is_no_score(scorer: Scorer) -> None
     assert scorer.score(nothing).shape == (0,)
 
 
-@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
-@pytest.mark.parametrize("chunk", [0, 6, 11])
-def test_a_single_candidate_has_a_finite_score(scorer: Scorer, chunk: int) -> None:
-    rows = random_rows()
-    scores = scorer.score(view(rows, random_queries(rows), [c for c in range(12) if c != chunk]))
-    assert np.isfinite(scores[chunk])
-    assert int(np.argmax(scores)) == chunk
-    assert scores[chunk] == 0 or not isinstance(scorer, ZMax)
-
-
 def test_chunks_that_are_alike_have_the_same_finite_score() -> None:
     """No deviation at all in any head."""
     rows = random_rows()
@@ -88,27 +77,6 @@ def test_chunks_that_are_alike_have_the_same_finite_score() -> None:
 def test_missing_summaries_are_an_error(scorer: Scorer) -> None:
     with pytest.raises(UsageError, match="needs summaries of the keys, and none were kept"):
         scorer.score(view(None, random_queries(random_rows())))
-
-
-@pytest.mark.parametrize("scorer", SCORERS, ids=SCORER_IDS)
-def test_layers_may_be_scored_in_any_order_and_in_threads(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = random_rows(n_layer=5)
-    queries = random_queries(rows, 2)
-    want = scorer.score(view(rows, queries, (0, 5)))
-    monkeypatch.setattr(scorers, "GRAIN", 1)  # or a single call has all layers
-    used = []
-
-    def backwards(f: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        layers = list(items)
-        found = [f(item) for item in reversed(layers)]
-        used.append([int(np.squeeze(item)) for item in layers])
-        return reversed(found)
-
-    assert np.array_equal(scorer.score(view(rows, queries, (0, 5), each=backwards)), want)
-    n = 1 if isinstance(scorer, Qk) else 2  # it hands over all queries at once
-    assert used == [[0, 1, 2, 3, 4]] * n, "the hook is not used, or not for every layer of every query"
-    with ThreadPoolExecutor(4) as pool:
-        assert np.array_equal(scorer.score(view(rows, queries, (0, 5), each=pool.map)), want)
 
 
 @pytest.mark.parametrize(

@@ -263,13 +263,6 @@ def test_bodies_that_are_no_object(server: Running, data: bytes) -> None:
     assert res.json()["error"]["message"].startswith("the body is ")
 
 
-def test_a_request_may_name_any_model(server: Running) -> None:
-    """There is one: answers say which."""
-    for name in ("gpt-4", NAME, ""):
-        assert server.post({"prompt": "x", "model": name, "max_tokens": 1}).json()["model"] == NAME
-    assert server.post({"prompt": "x", "model": 5}).status_code == 400
-
-
 def test_tokens_there_and_back(server: Running) -> None:
     with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
         for text in ("The secret code of red sand is 123.", "ü ↑ 日本", ""):

@@ -106,46 +106,6 @@ def test_many_threads_ask_for_a_lent_record(store: HostStore, ahead: bool) -> No
     assert len(done) == n_read
 
 
-def test_records_are_read_while_others_are_still_lent(store: HostStore) -> None:
-    """Once all are to be read, each is as soon as it has a place, and not after clearing."""
-    read = [threading.Event() for _ in range(4)]
-    store.read_ahead()
-    for chunk in range(3):
-        store.lend(chunk, b"checksum", lambda _, chunk=chunk: read[chunk].set())
-        assert read[chunk].wait(30)
-    store.forget(0)
-    store.lend(3, b"checksum", lambda _: read[3].set())
-    assert not read[3].wait(0.05)
-    assert (store.get(3) == store.get(3)).all()
-    assert read[3].is_set()
-
-
-def test_reading_ahead_is_begun_again_where_it_was_given_up(store: HostStore) -> None:
-    """After a cut, what no thread had begun to read is read once all are to be read again; those that are there are not."""
-    filled: list[int] = []
-    for chunk in range(20):
-        store.lend(chunk, b"checksum", lent(chunk, filled))
-    store.get(3)
-    store.read_ahead()
-    store.forget(15)
-    assert [int(record[0]) for record in store.first(15)] == list(range(15))
-    assert sorted(set(filled) & set(range(15))) == list(range(15))
-    n_read = len(filled)
-    assert [int(record[0]) for record in store.first(15)] == list(range(15))
-    assert len(filled) == n_read == len(set(filled))
-
-
-def test_several_threads_read_at_once() -> None:
-    """Each waits for the others: as many as the store was given."""
-    memory = HostMemory(N)
-    store, together = HostStore(memory, 3), threading.Barrier(3)
-    for chunk in range(6):
-        store.lend(chunk, b"checksum", lambda _: together.wait(30) and None)
-    store.first(6)
-    store.close()
-    memory.close()
-
-
 def test_lent_records_count_for_the_limit() -> None:
     memory = HostMemory(N, limit=3 * N)
     store = HostStore(memory)

@@ -103,17 +103,6 @@ def free_places(store: HostStore) -> set[int]:
     }
 
 
-def test_memory_stays_within_a_tenth_after_reserving_a_batch() -> None:
-    """As the engine does: room for 8 chunks, which are then written."""
-    store = HostStore(HostMemory(N))
-    for chunk in range(0, 4000, 8):
-        store.memory.reserve(8)
-        for c in range(chunk, chunk + 8):
-            store.put(c)
-        if len(store) >= 200:
-            assert store.memory.held_bytes <= store.used_bytes * 1.10
-
-
 def test_reserved_places_need_no_more_memory(full: SimpleNamespace) -> None:
     store = HostStore(HostMemory(N))
     store.memory.reserve(50)
@@ -290,19 +279,6 @@ def test_several_slabs_are_taken_at_once(memory: Memory) -> None:
         store.put(chunk)[:] = mark(chunk)
     assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(28))
     assert store.memory.held_bytes == 28 * N
-
-
-def test_no_memory_for_one_of_several_slabs(memory: Memory) -> None:
-    """It is an error, and the store goes on when memory is there again."""
-    store = memory.store(n_growers=3)
-    memory.fail = lambda i: i == 1
-    store.memory.expect(28)
-    with pytest.raises(HostMemoryError, match="no host memory for another"):
-        store.memory.reserve(28)
-    store.memory.reserve(28)
-    for chunk in range(28):
-        store.put(chunk)[:] = mark(chunk)
-    assert all((store.get(chunk) == mark(chunk)).all() for chunk in range(28))
 
 
 def test_nothing_waits_for_memory_that_is_not_needed_yet(memory: Memory) -> None:

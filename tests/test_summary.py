@@ -289,24 +289,6 @@ def test_scores_do_not_change_while_chunks_are_appended() -> None:
 #
 
 
-def test_memory_comes_in_slabs_and_is_given_back() -> None:
-    layers = geometry(d=128, n_chunk=64)
-    summaries = Summaries(layers, 64, "centroid:4")
-    slab = SLAB * summaries.chunk_bytes
-    assert (len(summaries), summaries.n_layer, summaries.n_bytes) == (0, 2, 0)
-    for n, slabs in ((0, 0), (1, 1), (256, 1), (257, 2), (10, 2), (600, 3)):
-        summaries.reserve(n)
-        assert summaries.n_bytes == slabs * slab
-        assert len(summaries) == 0
-    record = record_of(layers, n_chunk=64)
-    for chunk in range(600):
-        summaries.put(chunk, record)
-    assert summaries.n_bytes == 3 * slab
-    for n, slabs in ((513, 3), (512, 2), (257, 2), (256, 1), (1, 1), (0, 0)):
-        summaries.truncate(n)
-        assert (len(summaries), summaries.n_bytes) == (n, slabs * slab)
-
-
 def test_no_memory_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = geometry()
     summaries = kept(layers, "centroid:4", [record_of(layers, seed) for seed in range(3)])
@@ -362,16 +344,6 @@ def test_keys_that_are_no_heads(change: dict[str, int]) -> None:
     layers[1] = dataclasses.replace(layers[1], **change)
     with pytest.raises(UnsupportedError, match=r"the keys of layer 1 are not [012] heads of 6[34] dimensions"):
         Summaries(layers, 16, "centroid:4")
-
-
-def test_chunks_come_in_order() -> None:
-    layers = geometry()
-    summaries = Summaries(layers, 16, "mean")
-    with pytest.raises(UsageError, match="chunk 1 is summarised, where 0 is next"):
-        summaries.put(1, record_of(layers))
-    with pytest.raises(UsageError, match="chunk -1 is summarised, where 0 is next"):
-        summaries.put(-1, record_of(layers))
-    assert len(summaries) == summaries.n_bytes == 0
 
 
 @pytest.mark.parametrize("missing", ["the last key", "a layer", "all"])

@@ -109,23 +109,6 @@ def test_mass_across_slabs(kind: str) -> None:
         assert mass_of(summaries, 0, some_queries(layers[0], 1), 0.5, n).sum() == pytest.approx(2, rel=1e-5)
 
 
-def test_mass_follows_slabs_that_come_and_go() -> None:
-    """Where the slabs are is remembered: of as many as there are now."""
-    layers = geometry(n_layer=1, n_head=1, n_head_kv=1, d=16)
-    records = [record_of(layers, seed) for seed in range(4)]
-    summaries, q = Summaries(layers, 16, "mean"), some_queries(layers[0], 1)
-    for chunk in range(520):
-        summaries.put(chunk, records[chunk % 3])
-        if chunk in {0, 255, 256, 300, 519}:
-            check_mass(summaries, 0, q, 1)
-    for n in (519, 300, 256, 3):
-        summaries.truncate(n)
-        check_mass(summaries, 0, q, 1)
-        for chunk in range(n, 520):
-            summaries.put(chunk, records[(chunk + n) % 4])
-        check_mass(summaries, 0, q, 1)
-
-
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e8, 1e15])
 def test_very_large_products_do_not_overflow(size: float) -> None:
     """All of a head's attention is on its best key then, of either sign; and none of it is lost."""

@@ -137,18 +137,3 @@ def test_what_is_on_its_way_in_holds_its_block(tiny_model: Callable[[str], Model
         run.decode(CHUNK)
         run.ctx.clear()
         assert run.ctx.pool_info().n_block_free == POOL // CHUNK
-
-
-def test_layers_of_one_size_are_one_copy(tiny_model: Callable[[str], Model]) -> None:
-    """On each device K and V rows of all layers lie at one stride; without flash attention V is columns."""
-
-    def copies(name: str, cache: str) -> tuple[int, int]:
-        with Run(tiny_model(name), CACHES[cache], pool=POOL) as run:
-            return run.ctx.pool_info().n_copy, len({layer.device for layer in run.ctx.layers()})
-
-    for name in NAMES:
-        for cache in ("f16", "q8_0", "q4_0"):
-            n_copy, n_device = copies(name, cache)
-            assert n_copy == n_device, (name, cache)
-    n_copy, n_device = copies("qwen3", "f16-nofa")
-    assert n_copy == n_device + 3  # all K, and V of each of 3 layers

@@ -1,7 +1,6 @@
 """vendor/vendor.py on tiny fake sdists; the network is never used."""
 
 import hashlib
-import io
 import re
 import shutil
 import tarfile
@@ -46,18 +45,6 @@ def test_changed_patches_are_applied(repo: Repository) -> None:
     assert "line FIVE\n" in repo.read("src/a.cpp")
 
 
-def test_changed_pin_is_unpacked(repo: Repository) -> None:
-    repo.fill()
-    with tarfile.open(repo.sdist, "w:gz") as archive:
-        for name, text in (UPSTREAM | {"src/b.cpp": "new\n"}).items():
-            info = tarfile.TarInfo(f"{PREFIX}/{name}")
-            info.size = len(text)
-            archive.addfile(info, io.BytesIO(text.encode()))
-    repo.pin(repo.sdist)
-    repo.fill()
-    assert repo.read("src/b.cpp") == "new\n"
-
-
 @pytest.mark.parametrize("command", ["fill", "check"])
 def test_wrong_hash(repo: Repository, capsys: pytest.CaptureFixture[str], command: str) -> None:
     repo.fill()
@@ -87,13 +74,6 @@ def test_sdist_without_llama_cpp(repo: Repository, capsys: pytest.CaptureFixture
         pass
     repo.pin(repo.sdist)
     assert f"has no llama.cpp source in {PREFIX}/" in refused(capsys, repo)
-
-
-@pytest.mark.parametrize("text", ["", "llama-cpp-python==1.2\n", "a==1 --hash=sha256:12\n", "x\nx\n"])
-def test_malformed_lock(repo: Repository, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    lock = repo.tree.parent / "llama.cpp.lock"
-    lock.write_text(text)
-    assert f"{lock} is not one line `name==version --hash=" in refused(capsys, repo)
 
 
 @pytest.mark.parametrize("command", ["fill", "check", "patches"])
@@ -174,15 +154,6 @@ def test_malformed_patch(repo: Repository, capsys: pytest.CaptureFixture[str], p
     sentence = refused(capsys, repo)
     assert "patches/0001-a.patch " in sentence
     assert reason in sentence
-
-
-def test_two_patches_with_one_file(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
-    repo.fill()
-    for text in (PATCH_A, "Files: src/a.cpp\n"):
-        repo.patch("0003-again.patch", text)
-        for command in ("fill", "check", "patches"):
-            sentence = refused(capsys, repo, command)
-            assert "patches/0001-a.patch and patches/0003-again.patch both have src/a.cpp" in sentence
 
 
 def test_round_trip(repo: Repository) -> None:
