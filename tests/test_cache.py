@@ -23,12 +23,9 @@ from support.runs import GREEDY, Open
 
 from pyllama_kvflash import KVFlash, Token, Warn
 from pyllama_kvflash.cli import main
-from pyllama_kvflash.errors import HostMemoryError, UsageError
+from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.policy import State
-from pyllama_kvflash.pool import disk
-from pyllama_kvflash.pool.host_memory import HostMemory
-from pyllama_kvflash.pool.host_store import HostStore
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.snapshot.file import SnapshotFile
@@ -366,36 +363,6 @@ def test_records_on_disk_change_nothing(opened: Open, tmp_path: Path) -> None:
     assert say(spilled, OTHER, 20, append=False) == say(kv, OTHER, 20, append=False), "places are used again"
 
 
-def test_places_come_from_the_disk_beyond_the_limit_and_go_back_there() -> None:
-    memory = HostMemory(64, limit=4 * 64, spill=lambda size: np.zeros(size, np.uint8))
-    store = HostStore(memory)
-    for chunk in range(10):
-        store.put(chunk)[:] = chunk
-    assert (memory.n_used, memory.held_bytes) == (4, 4 * 64)
-    held = memory.spilled_bytes
-    assert held >= 6 * 64
-    store.forget(3)
-    assert memory.n_used == 3
-    for chunk in range(3, 10):
-        store.put(chunk)[:] = chunk
-    assert all((store.get(chunk) == chunk).all() for chunk in range(10))
-    assert memory.spilled_bytes == held
-    memory.close()
-
-
-def test_a_full_disk_is_said(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    kv = opened(host_limit=1 << 20, disk=str(tmp_path))
-    monkeypatch.setattr(disk.os, "posix_fallocate", full)
-    with pytest.raises(HostMemoryError, match=r"chunk records in .*: the disk is full; free some"):
-        read(kv, TEXT)
-    monkeypatch.undo()
-    read(kv, TEXT)
-    kv.check_integrity()
-
-
 #
 # the command line
 #
@@ -501,16 +468,3 @@ def test_verify_removes_what_is_damaged_and_what_needs_it(opened: Open, tmp_path
     assert "1 file in" in res.stderr
     assert "1 damaged; 3 removed, with those that have records in them" in res.stderr
     assert [entry.path for entry in cache.entries()] == [apart]
-
-
-def test_the_sizes_in_the_docs_are_those_of_the_format() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "SNAPSHOT_FORMAT.md").read_text("utf-8")
-    assert f"## Header, {layout.HEADER.itemsize} bytes" in text
-    assert f"bytes of the header: {layout.HEADER.itemsize} |" in text
-    assert f"| {layout.HEADER.fields['digest'][1]} | v32 | digest of all bytes of the header" in text
-    assert f"## sequence, {layout.SEQUENCE.itemsize} bytes" in text
-    assert f"For each chunk that has a position, {layout.CHUNK.itemsize} bytes:" in text
-    assert f"Each state takes {layout.STOP.itemsize} bytes" in text
-    assert f"It has {layout.SCORING.itemsize} bytes, and then" in text
-    assert f"Each source takes {layout.SOURCE.itemsize} bytes" in text
-    assert layout.MAGIC.hex(" ") in text
