@@ -2,7 +2,12 @@
 
 from importlib.metadata import EntryPoint, entry_points
 
-BUILT_IN = ("auto", "fresh", "qk", "qk-cos", "lru", "drafter", "crosstok")
+from pyllama_kvflash.policy import SCORERS
+
+BY_MODEL = ("drafter", "crosstok")
+"""Policies that read a scorer model: scorers.reader.Reader scores for them."""
+
+BUILT_IN = ("auto", *SCORERS, *BY_MODEL)
 
 GROUP = "pyllama_kvflash.scorers"
 """Group of entry points, each of which names a callable without arguments that returns a Scorer."""

@@ -100,8 +100,8 @@ ORDER = [
     "gguf_header",
     "fingerprint",
     "needle",
-    "registry",
     "policy",
+    "registry",
     "json_schema",
     "native",
     "hub",
@@ -265,3 +265,20 @@ def test_only_the_command_line_names_its_options() -> None:
     found = [(name, text) for name, text in found if "convert_hf_to_gguf.py" not in text]  # llama.cpp's
     assert found == []
     assert flags(PACKAGE / "cli" / "params.py")
+
+
+WALKED = re.compile(r"`([\w/-]+\.(?:py|cpp))` ((?:`\w+`(?:, | or )?)+)")
+
+
+def test_walks_lead_through_functions_that_are_there() -> None:
+    """Each is a file, and the definitions in it."""
+    text = (PACKAGE.parent / "docs" / "ARCHITECTURE.md").read_text("utf-8")
+    walks = text[text.index("## Two walks") : text.index("## Who may use")]
+    found = [
+        (name, word) for name, words in WALKED.findall(walks) for word in re.findall(r"\w+", words) if word != "or"
+    ]
+    assert len(found) > 25
+    for name, word in found:
+        source = (PACKAGE / name).read_text("utf-8")
+        defines = rf"(?:def|class) {word}\b" if name.endswith(".py") else rf"^[^ \n/].*\b{word}\("
+        assert re.search(defines, source, re.MULTILINE), f"{name} has no {word}"

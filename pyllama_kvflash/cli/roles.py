@@ -12,7 +12,7 @@ import click
 from pyllama_kvflash.cli.flags import spelled
 from pyllama_kvflash.errors import KVFlashError, OutputError, SnapshotError, UsageError
 from pyllama_kvflash.files import Uses, is_stream, kind_of, model_parts, standard_stream
-from pyllama_kvflash.scorers.factory import BY_MODEL
+from pyllama_kvflash.registry import BY_MODEL
 from pyllama_kvflash.scorers.reader import find_scorer_model
 from pyllama_kvflash.snapshot.file import Outline
 

@@ -5,6 +5,7 @@ from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect, roo
 from pyllama_kvflash.policy.schedule import Schedule, Scoring
 from pyllama_kvflash.policy.scorers import (
     MOST_LAYERS,
+    SCORERS,
     UNSCORED,
     Fresh,
     Lru,
@@ -20,6 +21,7 @@ from pyllama_kvflash.policy.sizing import Geometry, PoolShape, PoolSize, auto_po
 
 __all__ = [
     "MOST_LAYERS",
+    "SCORERS",
     "UNSCORED",
     "Blocks",
     "Fresh",

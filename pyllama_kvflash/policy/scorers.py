@@ -309,6 +309,10 @@ class QkCos:
         return scores
 
 
+SCORERS: dict[str, Callable[[], Scorer]] = {scorer.name: scorer for scorer in (Fresh, Qk, QkCos, Lru)}
+"""The scorers that need no model of their own, by the policy's name: all that a new one has to be added to."""
+
+
 def shares(scorer: Scorer) -> bool:
     """Return whether a scorer's scores are shares of a token's attention, and so mean something by themselves."""
     return bool(getattr(scorer, "shares", False))

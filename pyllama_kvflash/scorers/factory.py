@@ -1,23 +1,19 @@
 """Create the scorer of a policy."""
 
-from collections.abc import Callable
 from importlib.metadata import EntryPoint
 
 from pyllama_kvflash import registry
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Fresh, Lru, Qk, QkCos, Scorer
+from pyllama_kvflash.policy import SCORERS, Scorer
 from pyllama_kvflash.scorers.reader import OpenEngine, Reader, find_scorer_model
-
-BY_MODEL = ("drafter", "crosstok")
-"""Policies that read a scorer model: a Reader scores for them."""
 
 
 def query_of(options: Options) -> tuple[str, str]:
     """Return the name and the query of a policy's scorer, without a scorer's model. Raises UsageError."""
     policy = options.policy
-    if policy in BY_MODEL:
+    if policy in registry.BY_MODEL:
         return str(policy), Reader.query
     scorer = _made(policy) if isinstance(policy, str) else policy
     return scorer.name, scorer.query
@@ -32,7 +28,7 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
     Raises UsageError if there is no model for it, or if the registered object is not a scorer.
     """
     policy = options.policy
-    if policy in BY_MODEL:
+    if policy in registry.BY_MODEL:
         found = find_scorer_model(options.scorer_model, model.path)
         return Reader(found, model, options, open_engine, retokenize=policy == "crosstok")
     return _made(policy) if isinstance(policy, str) else policy
@@ -40,8 +36,7 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
 
 def _made(policy: str) -> Scorer:
     """Return the scorer of a policy that needs no model."""
-    built_in: dict[str, Callable[[], Scorer]] = {"qk": Qk, "qk-cos": QkCos, "lru": Lru, "fresh": Fresh}
-    return built_in[policy]() if policy in built_in else _load(registry.registered()[policy])
+    return SCORERS[policy]() if policy in SCORERS else _load(registry.registered()[policy])
 
 
 def _load(point: EntryPoint) -> Scorer:
