@@ -17,8 +17,7 @@ from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import devices, why_unloadable
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.registry import policy_names
-from pyllama_kvflash.registry import BY_MODEL
+from pyllama_kvflash.registry import BY_MODEL, policy_names
 from pyllama_kvflash.scorers.reader import find_scorer_model
 from pyllama_kvflash.text import to_json
 
