@@ -1,7 +1,7 @@
-"""Checkpoints of a sequence: what no chunk holds (a recurrent state, a sliding window) as it was at earlier positions.
+"""Checkpoints of a sequence: copies of its recurrent state or sliding window at earlier positions.
 
-A plain cache goes back to any position. A recurrent state goes back to none, and a sliding window only as far as its cells are
-not overwritten, so copies are kept in host memory where the next prompt is likely to leave this one.
+A plain cache can be rolled back to any position. A recurrent state cannot be rolled back, and a sliding window only until its
+cells are overwritten. So copies are kept in host memory, at positions where the next prompt is likely to diverge.
 """
 
 import math
@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from pyllama_kvflash.native import StateBytes
 from pyllama_kvflash.pool.sequence import PooledSequence
 
-MOST = 16  # of a sequence
-_EVERY = 4096  # tokens after which one is made wherever a batch ends
-_CUT_EVERY = 4096  # tokens after which a batch is cut for one at the end of a chunk: the rest of it reads all of the text once more
-_NEWEST = 2  # are kept in any case: an agent mostly goes back to one of them
-_NEAREST = 64  # tokens before the end, nearer than which it is all the same
-_SAVED = 4  # most that a snapshot has; one takes some 150 MiB for a 27B model
+MOST = 16  # checkpoints per sequence
+_EVERY = 4096  # tokens between checkpoints at the ends of batches
+_CUT_EVERY = 4096  # tokens between cuts of a batch at the end of a chunk: its second half reads the whole KV again
+_NEWEST = 2  # the newest checkpoints are never evicted: an agent mostly goes back to one of them
+_NEAREST = 64  # tokens; distances to the end below this count alike
+_SAVED = 4  # most checkpoints in a snapshot; one takes some 150 MiB for a 27B model
 
 
 class Checkpoints:
-    """The checkpoints of one sequence. Nothing is kept of a model whose cache goes back by itself."""
+    """The checkpoints of one sequence. A cache that can be rolled back needs none."""
 
     def __init__(self, sequence: PooledSequence) -> None:
         options = sequence.options
@@ -29,7 +29,7 @@ class Checkpoints:
 
     @property
     def kept(self) -> bool:
-        """Whether checkpoints are kept of this sequence."""
+        """Whether this sequence keeps checkpoints."""
         return self._sequence.stateful and self._limit > 0
 
     @property
@@ -42,10 +42,10 @@ class Checkpoints:
     #
 
     def stops(self, n: int, marks: Sequence[int], n_tail: int = 0) -> list[int]:
-        """Return after how many of n tokens to come a checkpoint is due, in ascending order.
+        """Return where checkpoints are due among the next n tokens, as numbers of tokens in ascending order.
 
-        marks: positions, in ascending order, where another text may leave this one. Those that are a graph apart, the last one
-        and, in a new text, the first one are taken; they cut batches. n_tail: tokens at the end that are not cut.
+        marks: positions, in ascending order, where another text may diverge from this one. The last mark is used, earlier ones at
+        least n_ubatch apart and, in a new text, the first. Each cuts a batch. n_tail: tokens at the end that are not cut.
         """
         start, options = self._sequence.n_tokens, self._sequence.options
         if not self.kept:
@@ -64,7 +64,7 @@ class Checkpoints:
         return sorted({pos - start for pos in taken if pos >= max(start, 1)})
 
     def make(self) -> None:
-        """Keep a copy of what no chunk holds, as it is now."""
+        """Make a checkpoint of the current state."""
         sequence = self._sequence
         if not self.kept or not sequence.n_tokens:
             return
@@ -77,7 +77,7 @@ class Checkpoints:
             self._evict()
 
     def passed(self) -> None:
-        """Before a batch, make one if the last one is far back."""
+        """Before a batch, make a checkpoint if the last one is far back."""
         if self.kept and self._sequence.n_tokens - max(self._states, default=0) >= _EVERY:
             self.make()
 
@@ -90,16 +90,16 @@ class Checkpoints:
     #
 
     def before(self, n_tokens: int) -> int:
-        """Return the last position up to n_tokens that has a checkpoint; 0: none has."""
+        """Return the last position up to n_tokens that has a checkpoint, or 0."""
         return max((pos for pos in self._states if pos <= n_tokens), default=0)
 
     def reach(self, n_tokens: int) -> int:
-        """Return how many of the first n_tokens positions certainly stay if the sequence goes back to there."""
+        """Return how many positions certainly remain after going back to n_tokens."""
         stays = n_tokens == self._sequence.n_tokens or not self._sequence.stateful
         return n_tokens if stays else self.before(n_tokens)
 
     def go_back(self, n_tokens: int) -> None:
-        """Have the sequence go back to the checkpoint at n_tokens positions. Raises as PooledSequence.rollback()."""
+        """Roll the sequence back to the checkpoint at n_tokens positions. Raises as PooledSequence.rollback()."""
         self._sequence.rollback(n_tokens, self._states[n_tokens])
 
     def truncate(self, n_tokens: int) -> None:
@@ -117,23 +117,23 @@ class Checkpoints:
         return [pos for pos in self._states if pos % chunk == 0]
 
     def saved(self, n_tokens: int) -> list[tuple[int, StateBytes]]:
-        """Return those that a snapshot of the first n_tokens positions has, in ascending order."""
+        """Return the checkpoints for a snapshot of the first n_tokens positions, in ascending order."""
         return [(pos, self._states[pos]) for pos in self.at_chunks if pos <= n_tokens][-_SAVED:]
 
     def restored(self, states: Mapping[int, StateBytes]) -> None:
-        """Take those of a snapshot, in the place of all others."""
+        """Replace all checkpoints by those of a snapshot."""
         self._states = dict(sorted(states.items())) if self.kept else {}
         self._evict()
 
 
 def least(positions: Sequence[int], spared: Sequence[int] = ()) -> int:
-    """Return which of the positions, in ascending order, is missed least, the oldest of those that are missed alike.
+    """Return the position whose checkpoint is worth least, the oldest one if several are equal. positions: in ascending order.
 
-    spared: goes only where no other one is old. A snapshot can be cut there, and without it the next batch would be.
+    spared: evicted only if no other checkpoint is old enough. A snapshot can be cut there; without it the next batch would be cut.
 
-    A text mostly leaves another one near its end: how far back is taken as log-uniform. The next prompt leaves between this
-    position and the one after it with a probability of log(distance of this from the end/distance of that), and reads from the
-    one before on.
+    Texts mostly diverge near the end: the distance from the end is taken as log-uniform. The next prompt diverges between this
+    position and the next one with a probability of log(distance of this one from the end / distance of the next one). Without
+    this checkpoint, it is read from the one before.
     """
     end = positions[-1] + _NEAREST
     old = range(max(1, len(positions) - _NEWEST))

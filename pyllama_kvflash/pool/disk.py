@@ -14,7 +14,7 @@ from pyllama_kvflash.native import Record
 
 
 def slabs_in(folder: str | Path) -> Callable[[int], Record]:
-    """Return a function that allocates nameless files in a folder, which leave nothing behind. Raises UsageError.
+    """Return an allocator of unnamed files in a folder; they disappear with the process. Raises UsageError.
 
     The function takes a size and returns an array (size,) uint8. It raises HostMemoryError if the disk is full.
     """

@@ -16,22 +16,22 @@ from pyllama_kvflash.policy.scorers import EDGE
 _MOST_AHEAD = 3  # see ExactContext.wait_whole()
 
 Beside = Callable[[Callable[[], bool]], None]
-"""What is done beside a batch. It is given a function that says whether the batch is done."""
+"""Runs while a batch is computed. Its argument is a function that returns whether the batch is done."""
 
 
 class ExactReader:
     """Decodes for all sequences of a pool, one after the other.
 
-    Recurrent states and sliding windows belong to the pooled context. Before a batch they are put into the paned one, unless
-    they are still there from the batch before; after it they are handed over.
+    Recurrent states and sliding windows belong to the pooled context. They are copied into the paned context before a batch,
+    unless the last batch left them there, and copied back after it.
     """
 
     def __init__(self, ctx: ExactContext) -> None:
         self.ctx = ctx
-        self._seq: int | None = None  # the sequence whose rows and state it has
-        self._end = -1  # the position that the state is of; -1: of none
+        self._seq: int | None = None  # the sequence whose rows and state the panes hold
+        self._end = -1  # the position of that state; -1: there is no state
         self._ahead = False  # batches are under way
-        self.n_whole = 0  # positions of the last batch's sequence, from the first, that are in its records
+        self.n_whole = 0  # the last batch's sequence: positions, from the first, already in its records
         self._computing: Future[None] | None = None  # a batch that a thread computes
         self._thread = ThreadPoolExecutor(1, "kvflash-check")
 
@@ -57,7 +57,7 @@ class ExactReader:
 
     @property
     def streams(self) -> bool:
-        """Whether a batch mostly waits for the bus. It is not known before the first one."""
+        """Whether a batch mostly waits for the bus. Unknown before the first batch."""
         info = self.ctx.pane_info()
         return info.n_stream > 0 and info.n_pane < info.n_layer
 
@@ -86,10 +86,10 @@ class ExactReader:
     ) -> None:
         """Decode tokens (n,) int32 at positions start, start + 1, ... of a sequence of the pool.
 
-        records: see ExactContext.decode_into. Logits and queries of the last token are the pool's sequence's then.
-        more: another batch follows. So as many batches are under way as there are devices, and one more: each device computes
-        one, and none waits for the host (the pipeline of GPipe, arXiv 1811.06965, as llama.cpp has it).
-        beside: what the pool computes meanwhile. Raises what that does, Interrupted and NativeError.
+        records: see ExactContext.decode_into. The pool's sequence gets the logits and queries of the last token.
+        more: another batch follows. One batch more than there are devices is then under way: each device computes one, and none
+        waits for the host (the pipeline of GPipe, arXiv 1811.06965, as in llama.cpp).
+        beside: runs meanwhile, on the pool. Raises its errors, Interrupted and NativeError.
         """
         self.take_over(pool, start)
         own = self._own(pool.seq)
@@ -108,7 +108,7 @@ class ExactReader:
             self.finish()
 
     def _compute_beside(self, own: ExactContext, beside: Beside, *place: Any) -> None:
-        """Compute a batch in a thread, since to launch what waits for the bus takes nearly as long as the bus."""
+        """Compute a batch in a thread: launching its transfers takes nearly as long as the transfers."""
 
         def whole() -> None:
             own.pace(paced=True)
@@ -127,10 +127,10 @@ class ExactReader:
     def look(
         self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], state: StateBytes
     ) -> npt.NDArray[np.float32]:
-        """Decode tokens (n,) int32 once more, which the pool's sequence has at positions start, start + 1, ...
+        """Decode again tokens (n,) int32 of the pool's sequence, at positions start, start + 1, ...
 
-        records: as for decode(); those from the first of these positions on are written to. state: what save_partial() gave
-        at start. Returns the logits of each, (n, n_vocab). Logits and queries of the sequence stay. Raises as decode().
+        records: as for decode(); the records from `start` on are overwritten. state: the result of save_partial() at `start`.
+        Returns their logits, (n, n_vocab). The sequence keeps its own logits and queries. Raises as decode().
         """
         own = self._own(pool.seq)
         self._end = -1
@@ -144,7 +144,7 @@ class ExactReader:
             own.attn_seq_rm(start, -1)
 
     def _own(self, seq: int) -> ExactContext:
-        """Return the context as a sequence sees it, which has it from now on."""
+        """Give the context to a sequence, and return that sequence's view of it."""
         if self._computing and not self._computing.done():
             self.finish()  # the wait for it was cut off
         if self._seq not in (None, seq):
@@ -154,10 +154,10 @@ class ExactReader:
         return self.ctx.sequence(seq)
 
     def keep(self, pool: Context, start: int, n: int, n_batch: int) -> None:
-        """Keep only the first n of the n_batch tokens that decode() took at `start`.
+        """Keep only the first n of the n_batch tokens that decode() computed at `start`.
 
-        If the tap does not reach back to the last of these, the first token that it has is taken in its place, because to tap many
-        costs as much attention again. Raises UnsupportedError (a state cannot go back).
+        The tap has only the batch's last tokens, because tapping more would double the cost of attention. If it lacks the last
+        kept token, the first tapped one stands in. Raises UnsupportedError (a state cannot be rolled back).
         """
         own = self.ctx.sequence(pool.seq)
         if n < n_batch:
@@ -167,7 +167,7 @@ class ExactReader:
         pool.computed(own.handle, n, min(n_batch, n + max(0, own.q_tap - 1)))
 
     def attended(self, pool: Context, n_query: int, n_chunks: int) -> npt.NDArray[np.float32]:
-        """Return what the last n_query tokens that were kept attend to: policy.View.mass for n_chunks chunks."""
+        """Return the attention of the last n_query kept tokens: policy.View.mass for n_chunks chunks."""
         own, last = self.ctx.sequence(pool.seq), pool.output.last
         return np.stack([own.mass(last + back, n_chunks * EDGE) for back in reversed(range(n_query))])
 
@@ -178,9 +178,9 @@ class ExactReader:
             pool.take_partial(own, n_tokens)
 
     def forget(self, seq: int, n_tokens: int) -> None:
-        """Note that a sequence was cut to its first n_tokens positions: later ones will have other rows.
+        """Note that a sequence was cut to its first n_tokens positions, so rows after them are invalid.
 
-        Waits for what is under way: the caller may free the records.
+        Waits for the batches under way; the caller may then free the records.
         """
         self.finish()
         if seq == self._seq:

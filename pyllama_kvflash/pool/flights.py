@@ -24,8 +24,8 @@ FLIGHT_BYTES = 24 << 20
 class OnTheWay(NamedTuple):
     """The flights that a snapshot keeps.
 
-    landing: the block of each chunk that has set out.
-    drops, page_ins: chunks of the plan that are still to be moved.
+    landing: {chunk: block} of the copies that have begun.
+    drops, page_ins: chunks of the plan that have yet to move.
     """
 
     landing: dict[int, int]
@@ -47,7 +47,7 @@ class Flights:
         self._landing: dict[int, int] = {}  # chunks that have set out, and their blocks
         self._drops: deque[int] = deque()  # the rest of a plan that is spread over steps
         self._page_ins: deque[int] = deque()
-        self._filling: int | None = None  # a chunk that the ledger has as resident, on its way in
+        self._filling: int | None = None  # a chunk being copied in that the ledger already calls resident
 
     @property
     def in_motion(self) -> bool:
@@ -71,7 +71,7 @@ class Flights:
         self.land()
 
     def land(self) -> None:
-        """Make resident every chunk that has set out; the next batch waits for its bytes."""
+        """Make every chunk in flight resident; the next batch waits for its bytes."""
         for chunk in list(self._landing):
             self._ctx.commit(chunk)
             self._ledger.commit_page_in(chunk)
@@ -95,7 +95,7 @@ class Flights:
         self.go_on()
 
     def go_on(self, n_tokens: int = 0) -> None:
-        """During a step of n_tokens, send out the next chunks of the plan, and free blocks for those after them.
+        """During a step of n_tokens, begin to copy in the next chunks of the plan, and free blocks for later ones.
 
         A copy into a block that the step does not use need not wait for the step.
         """
@@ -124,22 +124,22 @@ class Flights:
         self._drops.clear()
 
     def cut_short(self) -> None:
-        """Give up the rest of the plan; chunks that have set out land."""
+        """Give up the rest of the plan. Chunks in flight land."""
         self.land()
         self._drops.clear()
         self._page_ins.clear()
 
     #
-    # what the ledger has already: after an exact pass, and after a step that was cut off
+    # make the pool follow the ledger: after an exact pass, and after a step that was cut off
     #
 
     def shed(self) -> None:
-        """Take out of the pool what the ledger does not have there."""
+        """Evict chunks from the pool that the ledger does not call resident."""
         for chunk in held(self._ctx).keys() - resident(self._ledger):
             self._ctx.drop(chunk)
 
     def refill(self, chunks: Iterable[int]) -> None:
-        """Fill blocks for these chunks, as fill() does, in place of those that they have now."""
+        """Copy these chunks into the pool anew, as fill() does; a chunk in the pool leaves its block first."""
         wanted, there = list(chunks), held(self._ctx)
         for chunk in wanted:
             if chunk in there:
@@ -147,7 +147,7 @@ class Flights:
         self.fill(wanted)
 
     def fill(self, chunks: Iterable[int]) -> None:
-        """Fill a block for each of these chunks, which the ledger has as resident, from its record."""
+        """Copy these chunks from their records into the pool. The ledger already calls them resident."""
         filled = sorted(chunks)
         for chunk in filled:
             self._filling = chunk
@@ -168,9 +168,9 @@ class Flights:
     #
 
     def mend(self) -> None:
-        """After a step was cut off, make the ledger agree with the pool about what is on its way.
+        """After a step was cut off, make the ledger agree with the pool about the flights.
 
-        At most one chunk was cut off as it set out or landed.
+        At most one chunk was cut off while its copy began or landed.
         """
         there = held(self._ctx)
         for chunk in [c for c in self._landing if c in there]:
@@ -184,7 +184,7 @@ class Flights:
                 self._ledger.abort_page_in(int(flying))
 
     def cancel(self) -> None:
-        """Cancel everything that is on its way."""
+        """Cancel all flights."""
         for flying in self._landing:
             with suppress(PoolError):  # it has landed already, or never began
                 self._ctx.cancel(flying)
@@ -208,13 +208,13 @@ class Flights:
     #
 
     def saved(self) -> OnTheWay:
-        """Return what is on its way now, without changing it."""
+        """Return the current flights, without changing them."""
         return OnTheWay(dict(self._landing), tuple(self._drops), tuple(self._page_ins))
 
     def resume(self, resident: Mapping[int, int], saved: OnTheWay) -> None:
-        """Put chunks into an empty pool: resident ones ({chunk: block}), and those that were on their way.
+        """Restore chunks into an empty pool: resident ones ({chunk: block}), and the saved flights.
 
-        The caller loads the ledger. Raises what a page-in raises.
+        The caller loads the ledger. Raises the errors of a page-in.
         """
         for chunk, block in sorted({**resident, **saved.landing}.items()):
             self._ctx.begin_page_in(chunk, self._records.get(chunk), block)

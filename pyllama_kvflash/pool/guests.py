@@ -1,4 +1,4 @@
-"""Guests: blocks of a sequence in which each layer holds its own choice of chunks, and the codes that it chooses by.
+"""Guests: blocks in which each layer holds chunks of its own choice, and the codes that it chooses by.
 
 Native code makes the choice, in the graph. This module decides which chunks have codes, and how many blocks guests have.
 """
@@ -20,7 +20,7 @@ from pyllama_kvflash.policy.fresh import Heads
 
 
 def form_of(ctx: Context) -> CoarseForm | None:
-    """Return the codes that a context keeps of all positions beside the pool."""
+    """Return the form of the codes that a context keeps of all positions; None: it keeps none."""
     pool = ctx.pool
     return CoarseForm(pool.coarse_k, pool.coarse_v) if pool and pool.coarse_k else None
 
@@ -35,9 +35,7 @@ def _memory_for(what: str) -> Iterator[None]:
 
 
 class GuestRoom:
-    """The codes of all chunks of one sequence, and its guests. The ledger counts their blocks; a guest is a
-    copy of a record, and nobody's state.
-    """
+    """The codes of one sequence's chunks, and its guests. The ledger counts their blocks. A guest is only a copy of a record."""
 
     def __init__(
         self,
@@ -49,7 +47,7 @@ class GuestRoom:
         *,
         chooses: bool = True,
     ) -> None:
-        """record: returns the record of a chunk, which keeps its place. chooses: whether there are to be guests."""
+        """record: returns a chunk's record, which must not move. chooses: whether layers choose guests."""
         self.native = Guests(ctx)
         self.form = form
         self.chooses = chooses
@@ -63,7 +61,7 @@ class GuestRoom:
         self._threads.shutdown()
 
     def n_bytes(self, n: int) -> int:
-        """Return the bytes of the codes of n positions, wherever they are."""
+        """Return the bytes of the codes of n positions, on the host or a device."""
         return sum(self.form.n_bytes(Heads.of(layer), n) for layer in self.native.layers)
 
     @property
@@ -72,14 +70,14 @@ class GuestRoom:
         return self.native.info().n // self._ledger.chunk
 
     def layers(self) -> npt.NDArray[np.float32]:
-        """Return how many layers have each chunk as a guest, (n_chunks,); a layer with a part of it counts as that part."""
+        """Return in how many layers each chunk is a guest, (n_chunks,); a layer with part of it counts as that fraction."""
         _, units = self.native.tables()
         each = self._ledger.chunk // UNIT
         counts = np.bincount(units[units >= 0] // each, minlength=self._ledger.n_chunks)
         return (counts / each).astype(np.float32)
 
     def cover(self, n: int) -> None:
-        """Make codes of those of the first n chunks, which have their records, that have none. Raises HostMemoryError."""
+        """Make the missing codes of the first n chunks, from their records. Raises HostMemoryError."""
         info = self.native.info()
         have = info.n // self._ledger.chunk
         if n <= have:
@@ -94,9 +92,10 @@ class GuestRoom:
             self.native.cover(have, records)
 
     def begin_restore(self, n_tokens: int, codes: Callable[[int], Record]) -> None:
-        """Begin to put back codes of the first n_tokens positions, in threads. end_restore() or stop_restore() must follow.
+        """Begin to restore the codes of the first n_tokens positions, in threads. end_restore() or stop_restore() must follow.
 
-        codes: reads those of a layer, from saved_codes(), of as many positions or more. For any thread. Raises HostMemoryError.
+        codes: reads a layer's codes, as saved_codes() gave them, for at least n_tokens positions; called in any thread. Raises
+        HostMemoryError.
         """
 
         def put(layer: int) -> None:
@@ -110,9 +109,9 @@ class GuestRoom:
             raise HostMemoryError(msg) from None
 
     def end_restore(self, n: int, n_known: int) -> None:
-        """Wait for the codes of the first n chunks, which have their records.
+        """Wait for the codes of the first n chunks, whose records exist.
 
-        n_known: chunks that had codes when the last segment began. Raises what reading them or filling a lent record raises.
+        n_known: chunks that had codes when the last segment began. Raises errors of reading the codes and of filling lent records.
         """
         with _memory_for("its codes"):
             for put in self._restoring:
@@ -123,30 +122,30 @@ class GuestRoom:
         self._restoring.clear()
 
     def stop_restore(self) -> None:
-        """Give up codes that are being put back, and wait until nothing touches them. Harmless when repeated."""
+        """Cancel the restoring of codes, and wait for its threads. Harmless when repeated."""
         for put in self._restoring:
             put.cancel()
         wait(self._restoring)
         self._restoring.clear()
 
     def put_back(self, blocks: npt.NDArray[np.int32], units: npt.NDArray[np.int32]) -> None:
-        """Have guests in these free blocks (n_block,), with these units in the slots of each layer (n_layer, n_slot)."""
+        """Restore guests: their blocks (n_block,), which must be free, and the units in each layer's slots (n_layer, n_slot)."""
         if self.chooses:
             self._ledger.n_guests = len(blocks)
             self.native.resize(len(blocks), blocks.tolist())
             self.native.place(units)
 
     def resize(self, n: int) -> None:
-        """Have n blocks of guests. As many must be free."""
+        """Set the number of guest blocks to n. Additional blocks must be free."""
         self._ledger.n_guests = n
         self.native.resize(n)
 
     def give_up(self, n: int) -> None:
-        """Give up n blocks of guests."""
+        """Give up n guest blocks."""
         self.resize(self._ledger.n_guests - n)
 
     def reconcile(self) -> None:
-        """After a step was cut off, set the ledger to the number of blocks that guests have."""
+        """After a step was cut off, copy the number of guest blocks into the ledger."""
         self._ledger.n_guests = self.native.info().n_block
 
     def clear(self) -> None:
@@ -155,6 +154,6 @@ class GuestRoom:
 
 
 def coarse_bytes(rooms: Sequence[GuestRoom]) -> int:
-    """Return the bytes of the codes of all sequences of a pool; on a GPU with what attending to them takes."""
+    """Return the bytes of the codes of all sequences of a pool, with the GPU buffers for attending to them."""
     infos = [room.native.info() for room in rooms]
     return sum(info.bytes for info in infos if info.n) + max((info.device_bytes for info in infos), default=0)

@@ -12,17 +12,17 @@ from pyllama_kvflash.errors import HostMemoryError, counted
 
 Record = npt.NDArray[np.uint8]
 
-_GROWTH = 16  # a slab adds at most 1/16 to what is held: memory stays within 10 % of the records'
-# bytes of the first slab that is taken in advance, and of the largest; each has twice those of the one before. In an exact pass
-# each slab is a copy of its own, and who fills a GPU's queue of some thousand operations has to wait
+_GROWTH = 16  # a slab adds at most 1/16 to the memory held, which stays within 10 % of the records' bytes
+# bytes of the first and of the largest slab taken in advance; each is twice the one before. An exact pass copies each slab
+# separately, and a full GPU queue (some 1,000 operations) blocks the caller
 _SLAB, _SLAB_MOST = 256 << 20, 2 << 30
-_UNEXPECTED = 32 << 20  # bytes of a slab that a caller waits for: some 10 ms
-_PAGE = 4096  # rows of a record begin on a page: a bus reads them 10 % faster
-_LARGE = 1 << 20  # bytes of a record from which that is worth the padding
+_UNEXPECTED = 32 << 20  # most bytes of an unannounced slab: the caller waits some 10 ms for it
+_PAGE = 4096  # a record's rows begin on a page: the bus reads them 10 % faster
+_LARGE = 1 << 20  # smaller records are not aligned: the padding would cost too much
 
 
 class HostMemory:
-    """Places for records, in slabs of host memory that are never moved or copied. Several stores may share it."""
+    """Places for records, in slabs of host memory that never move. Several stores may share them."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class HostMemory:
         allocate: takes a size and returns an array (size,) uint8, or raises MemoryError; None: plain memory.
         limit: the most bytes of records; None: no limit.
         meta_bytes: bytes of a record before its rows.
-        spill: like allocate, for records beyond the limit or beyond the memory there is; None: none may be.
-        n_growers: threads that take announced memory, each a slab: the system clears pages at 2 to 5 GB/s a thread.
+        spill: like allocate, for records beyond the limit or the available memory; None: these are an error.
+        n_growers: threads that allocate announced slabs: the system clears pages at 2 to 5 GB/s a thread.
         """
         self.record_bytes = record_bytes
         self.n_used = 0  # places taken
@@ -49,13 +49,13 @@ class HostMemory:
         self._limit = limit
         self._held: list[tuple[Record, Sequence[object]]] = []
         self._slabs: list[Record] = []
-        # a heap: whoever takes the lowest place has neighbouring chunks beside each other, also where others were freed, and they
-        # share a copy. Chunk by chunk, a bus has a fifth of its speed
+        # a heap: taking the lowest place keeps neighbouring chunks adjacent, even among freed places, so that one copy moves
+        # several. Chunk by chunk, a bus reaches a fifth of its speed
         self._free: list[tuple[int, Record]] = []
         self._grower = ThreadPoolExecutor(n_growers, "kvflash-host")
         self._growing: deque[tuple[int, Future[Record]]] = deque()
         self._spill = HostMemory(record_bytes, spill, meta_bytes=meta_bytes) if spill else None
-        self._spilled: set[int] = set()  # id() of each place taken from there
+        self._spilled: set[int] = set()  # id() of each place taken from _spill
 
     def close(self) -> None:
         """Free the memory. No copy to or from it may follow."""
@@ -78,7 +78,7 @@ class HostMemory:
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self) -> Record:
-        """Return a free place (record_bytes,) uint8. Raises HostMemoryError, but not if reserve() was called for it."""
+        """Return a free place (record_bytes,) uint8. Raises HostMemoryError, unless reserve() was called for it."""
         self.reserve(1)
         if self._spill and not self._within(1):
             place = self._spill.take()
@@ -103,13 +103,13 @@ class HostMemory:
         heappush(self._free, _placed(place))
 
     def _within(self, n: int) -> int:
-        """Return how many of n more places fit within the limit."""
+        """Return how many more places, up to n, fit within the limit."""
         return n if self._limit is None else max(0, min(n, self._limit // self.record_bytes - self.n_used))
 
     def expect(self, n: int) -> None:
-        """Announce n more places: memory for them is taken in slabs, in threads.
+        """Announce n more places; threads allocate slabs for them.
 
-        Raises HostMemoryError if the limit does not allow so many. If memory runs out, reserve() raises it.
+        Raises HostMemoryError if they exceed the limit. If memory runs out, reserve() raises it.
         """
         self.check_limit(n)
         n = self._within(n)
@@ -126,7 +126,7 @@ class HostMemory:
             missing -= count
 
     def reserve(self, n: int) -> None:
-        """Make sure that n more places can be taken. Raises HostMemoryError, and then keeps what it held."""
+        """Make sure that n more places can be taken. Raises HostMemoryError; the memory held stays."""
         for _ in range(len(self._held)):
             self.give(*self._held.pop(0))
         self.check_limit(n)
@@ -155,12 +155,12 @@ class HostMemory:
             heapify(self._free)
 
     def _growth(self) -> int:
-        """Return the places of a slab that nobody announced, within the limit."""
+        """Return the number of places in an unannounced slab, within the limit."""
         count = max(1, min(self.n_used // _GROWTH, _UNEXPECTED // self.record_bytes))
         return count if self._limit is None else min(count, (self._limit - self.held_bytes) // self.record_bytes)
 
     def _expect_no_more(self) -> int:
-        """Cancel the slabs that were announced but not taken. Returns how many records they would hold."""
+        """Cancel the announced slabs that are not allocated yet. Returns the number of records they would hold."""
         for _, slab in self._growing:
             slab.cancel()
         count = sum(count for count, _ in self._growing)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pyllama_kvflash.pool.host_memory import HostMemory, Record
 
 Fill = Callable[[Record], None]
-"""Has a record at its place, whole and checked, and leaves it alone if it is there. If it raises, there is none. For any thread."""
+"""Fills a place with its checked record, unless that is there. If it raises, there is no record. For any thread."""
 
 
 @dataclass(slots=True)
 class Stored:
-    """A record at its place (record_bytes,) uint8, with its checksum once it is known.
+    """A record at its place (record_bytes,) uint8, with its checksum once that is known.
 
-    fill: puts it there, if that was not done yet; None: it is there.
-    ahead: the same, if it was begun in a thread.
+    fill: fills the place; None: it is filled.
+    ahead: the call of `fill` in a thread, if one was begun.
     """
 
     record: Record
@@ -25,7 +25,7 @@ class Stored:
     ahead: Future[None] | None = None
 
     def see(self) -> None:
-        """Make sure that the record is at its place. Raises what `fill` raises. For any thread."""
+        """Fill the place, if it is not filled yet. Raises the errors of `fill`. For any thread."""
         if (fill := self.fill) is not None:
             fill(self.record)
             self.fill = None
@@ -40,8 +40,8 @@ class Stored:
 class HostStore:
     """The records of one sequence's sealed chunks, at places of a HostMemory.
 
-    A record keeps its place until forget(), and the view that get() returns is valid until then. Call
-    HostMemory.reserve() before decoding the batch that seals a chunk; then running out of memory loses nothing.
+    A record keeps its place until forget(); a view from get() is valid until then. Call HostMemory.reserve() before
+    decoding a batch that seals a chunk: running out of memory then loses nothing.
     """
 
     def __init__(self, memory: HostMemory, n_readers: int = 1) -> None:
@@ -55,7 +55,7 @@ class HostStore:
     # No locks: Ctrl-C may come between any two lines, and a lock left held would block everything after it.
 
     def close(self) -> None:
-        """Let go of the records, so that HostMemory.close() frees them."""
+        """Release the records, so that HostMemory.close() frees them."""
         self._stop_reading()
         self._entries.clear()
 
@@ -76,13 +76,13 @@ class HostStore:
         return len(self._entries) * self.record_bytes
 
     def put(self, chunk: int) -> Record:
-        """Return the place (record_bytes,) uint8 of a chunk's record, new or the one it has, for the caller to fill."""
+        """Return the place (record_bytes,) uint8 of a chunk's record, for the caller to fill; take one if it has none."""
         if chunk not in self._entries:
             self._entries[chunk] = Stored(self.memory.take())
         return self._entries[chunk].record
 
     def lend(self, chunk: int, known: bytes, fill: Fill) -> None:
-        """Take a place for a record that is elsewhere, such as in a file. It is filled when the record is first used.
+        """Take a place for a record that lies elsewhere, such as in a file. `fill` copies it when it is first used.
 
         known: the checksum of the record. Raises HostMemoryError as HostMemory.take().
         """
@@ -91,7 +91,7 @@ class HostStore:
             self._begin(self._ahead, entry)
 
     def get(self, chunk: int) -> Record:
-        """Return the record of a chunk in the store. Raises what filling a lent one raises. For any thread."""
+        """Return the record of a chunk in the store. Raises the errors of `fill` for a lent one. For any thread."""
         entry = self._entries[chunk]
         if entry.fill is not None:
             if entry.ahead is None or entry.ahead.cancel():
@@ -105,13 +105,13 @@ class HostStore:
         return self._entries[chunk]
 
     def first(self, n: int) -> list[Record]:
-        """Return the records of the first n chunks, which the store has, as get() does; threads read lent ones."""
+        """Return the records of the first n chunks, as get() does; all must be in the store. Threads read lent ones."""
         self.read_ahead()
         return [self.get(chunk) for chunk in range(n)]
 
     def read_ahead(self) -> None:
-        """Fill the places of lent records in threads, because all will be used: of those there are, and of those that are lent
-        later, while their places are still being taken. get() raises what went wrong.
+        """Read lent records ahead, in threads, because all will be used. Records lent later are read as soon as lend() is
+        called. get() raises the errors.
         """
         if self._ahead is None:
             self._ahead = ThreadPoolExecutor(self._n_readers, "kvflash-read")
@@ -131,12 +131,12 @@ class HostStore:
     def forget(self, first: int) -> None:
         """Forget the records of chunk `first` and all later ones, and free their places."""
         if first == 0 or any(c >= first and entry.fill for c, entry in self._entries.items()):
-            self._stop_reading()  # no thread may write to a place that is another record's by then
+            self._stop_reading()  # else a thread might write to a place that another record has taken
         for chunk in [c for c in self._entries if c >= first]:
             self.memory.give(self._entries.pop(chunk).record, self._holders)
 
     def hold(self) -> object:
-        """Keep the bytes of records that are forgotten from now on, for a reader. Returns a holder for release()."""
+        """Keep the bytes of records that are forgotten from now on, for a reader. Returns a holder, for release()."""
         holder = object()
         self._holders.append(holder)
         return holder

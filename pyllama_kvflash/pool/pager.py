@@ -1,7 +1,7 @@
-"""The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three in step.
+"""The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three consistent.
 
-Nothing here waits for a copy unless the computation needs it. A full chunk is written back while the next batch is
-computed, and then summarised in a thread. `flights` moves chunks in and out.
+It waits for a copy only if the computation needs it. A full chunk is written back while the next batch is computed, and then
+summarised in a thread. `flights` moves chunks in and out.
 """
 
 from collections import deque
@@ -29,15 +29,15 @@ _MOST_READERS = 32  # threads that read records: more than a machine's memory ca
 
 
 class Pager:
-    """The ledger and host store of one sequence. It decides with `policy` what moves in the pool that it shares.
+    """The ledger and host store of one sequence. It asks `policy` which chunks move in the shared pool.
 
-    After a step that was cut off, reconcile() makes the pool agree with the ledger. n_stored counts records written
-    since the last clear(), as flights.n_out and n_in count moves.
+    After a step was cut off, reconcile() makes the pool agree with the ledger. n_stored counts the records written since the
+    last clear().
     """
 
     def __init__(self, ctx: Context, options: Options, shared: Shared, summary: str | None) -> None:
-        """ctx: the context as this sequence sees it. The pagers of a pool are made in the order of their sequences.
-        summary: the kind of summary to keep of the keys of sealed chunks, for a scorer; None: none.
+        """ctx: this sequence's view of the context. The pagers of a pool are made in the order of their sequences.
+        summary: the kind of key summaries that the scorer needs of sealed chunks; None: it needs none.
 
         Raises UnsupportedError if these keys cannot be summarised.
         """
@@ -72,7 +72,7 @@ class Pager:
 
     def close(self) -> None:
         """End copies and threads, and free the records."""
-        with suppress(DeviceLostError):  # nothing of it is under way any more
+        with suppress(DeviceLostError):  # its copies have ended
             self.ctx.wait()
         self._summariser.close()
         if self.guests:
@@ -80,7 +80,7 @@ class Pager:
         self.records.close()
 
     def check_limit(self, n_tokens: int) -> None:
-        """Raise HostMemoryError unless the limit of host memory allows a text of n_tokens in place of this one."""
+        """Raise HostMemoryError unless a text of n_tokens, in place of this one, fits the limit of host memory."""
         self.shared.memory.check_limit(n_tokens // self.ledger.chunk - len(self.records))
 
     def expect(self, n_tokens: int) -> None:
@@ -90,10 +90,10 @@ class Pager:
         self._summariser.expect(n_full)
 
     def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0), *, seals: bool = True) -> Plan:
-        """Free blocks for the chunks that a batch begins, and reserve host memory for those that it seals, unless it seals none.
+        """Free blocks for the chunks that a batch begins, and reserve host memory for the chunks that it seals.
 
-        n_tokens: tokens of the batch. taken: blocks, and records, that other sequences in the same batch take. Returns
-        the moves. Raises PoolError and HostMemoryError; nothing has moved then.
+        n_tokens: tokens of the batch. taken: blocks, and records, that other sequences of the batch take. seals: False if the
+        batch seals no chunk. Returns the moves. Raises PoolError and HostMemoryError; nothing has moved then.
         """
         self.flights.land()  # the copies began during the previous batch
         ledger = self.ledger
@@ -112,13 +112,13 @@ class Pager:
         return replace(plan, drops=plan.drops + left.drops)
 
     def prepare(self, n_tokens: int, *, passing: bool = False) -> tuple[Plan, list[Record]]:
-        """Prepare for n_tokens that are computed outside the pool.
+        """Prepare to compute n_tokens outside the pool.
 
-        passing: those before them were, too, and the pool does not have them.
+        passing: the tokens before them were also computed outside, and are not in the pool yet.
 
-        Returns the moves, and the records (record_bytes,) uint8 of all chunks up to the last one of these tokens. Those of
-        earlier positions are whole, or will be; the rest is to be written. Raises PoolError and HostMemoryError; nothing has
-        moved then.
+        Returns the moves, and the records (record_bytes,) uint8 of all chunks up to the last one of these tokens. Records of
+        earlier positions are complete, or will be; the caller writes the others. Raises PoolError and HostMemoryError; nothing
+        has moved then.
         """
         self.flights.finish()
         self._arrived(len(self._reads))  # summaries of the previous batch are made during this one
@@ -136,12 +136,12 @@ class Pager:
         return plan, records
 
     def passed(self, n_tokens: int) -> None:
-        """Begin to summarise those of the first n_tokens positions, computed outside the pool, whose records are whole."""
+        """Begin to summarise the first n_tokens positions, which were computed outside the pool; their records are complete."""
         self._summariser.begin(n_tokens // self.ledger.chunk)
         self._summariser.collect()
 
     def copies(self, start: int, n_tokens: int) -> list[Record]:
-        """Return the records of all chunks up to the one of position start + n_tokens - 1; those from start on are copies."""
+        """Return the records of all chunks up to position start + n_tokens - 1. Those from start's chunk on are copies."""
         self.wait_stored()
         first, end = start // self.ledger.chunk, -(-(start + n_tokens) // self.ledger.chunk)
         res = self.records.first(first)
@@ -154,7 +154,7 @@ class Pager:
         return res
 
     def arrive(self) -> None:
-        """After positions were appended to the ledger, make the pool hold the chunk that is being written, from its record.
+        """After positions were appended to the ledger, copy the chunk being written from its record into the pool.
 
         Harmless when repeated.
         """
@@ -169,7 +169,7 @@ class Pager:
         self._summariser.begin(ledger.n_sealed)
 
     def settle_in(self) -> Plan:
-        """Take the sequence's share of the pool, and bring in what is protected and most recent. Returns what moved."""
+        """Page in the protected and the most recent chunks, up to the sequence's share of the pool. Returns the moves."""
         self.settle()
         ledger = self.ledger
         if self.guests and self.guests.chooses:
@@ -178,18 +178,20 @@ class Pager:
             left = self.host(0)
             return Plan(always.drops + left.drops, always.page_ins)
         more = min(ledger.n_chunks, ledger.n_share) - ledger.n_held
-        self.apply(make_room(ledger, max(0, min(more, ledger.blocks.n_room))))  # others' trials may have the rest
+        self.apply(
+            make_room(ledger, max(0, min(more, ledger.blocks.n_room)))
+        )  # trials of other sequences may hold the rest
         must = np.flatnonzero(ledger.protected())
         n_missing = int(np.count_nonzero(ledger.state[must] == State.OUT))
         recent = reselect(ledger, 1 + n_missing)
-        recent = Plan(recent.drops, recent.page_ins[::-1])  # the last ones last, as if they had been written now
+        recent = Plan(recent.drops, recent.page_ins[::-1])  # oldest first, as if they were written now
         self.apply(recent)
         always = bring_in(ledger, must.tolist())
         self.apply(always)
         return Plan(recent.drops + always.drops, recent.page_ins + always.page_ins)
 
     def lay_out(self) -> None:
-        """Sort the chunks in the pool, so that results do not depend on how they came there."""
+        """Sort the chunks in the pool, so that results do not depend on the order of earlier moves."""
         self.settle()
         if self.guests and self.guests.chooses:
             self.guests.resize(0)
@@ -199,8 +201,8 @@ class Pager:
         self.host(0)
 
     def host(self, n_free: int) -> Plan:
-        """Where not everything fits, make codes of all sealed chunks, and let guests have all blocks but those
-        that are protected and n_free. Returns what left.
+        """If a chunk is out, make codes of all sealed chunks, and give guests all blocks except the protected ones and
+        n_free. Returns the evictions.
         """
         guests, ledger = self.guests, self.ledger
         if guests is None or not np.any(ledger.state == State.OUT):
@@ -218,19 +220,19 @@ class Pager:
 
     @property
     def _uncovered(self) -> bool:
-        """Whether a chunk is out that has no codes: it would not be seen at all."""
+        """Whether a chunk without codes is out: no layer could attend to it."""
         if self.guests is None:
             return False
         return bool(np.any(self.ledger.state[self.guests.native.info().n // self.ledger.chunk :] == State.OUT))
 
     def fitting(self, n_tokens: int) -> int:
-        """Return how many of n_tokens can be decoded at once without evicting more chunks than the first one does."""
+        """Return how many of n_tokens fit one batch that evicts no more chunks than its first token does."""
         ledger = self.ledger
         n_new = max(ledger.n_free, ledger.new_chunks(1))
         return min(n_tokens, (ledger.n_chunks + n_new) * ledger.chunk - ledger.n_tokens)
 
     def written(self, n_tokens: int) -> None:
-        """Record that the first n_tokens of a batch are accepted, and begin to write back the chunks that are full: they may leave now."""
+        """Record that the first n_tokens of a batch are accepted. Full chunks begin to be written back, and may be evicted."""
         n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
         self.ledger.write(n_tokens)
         if self.ledger.n_sealed > n_sealed:
@@ -240,12 +242,12 @@ class Pager:
 
     @property
     def n_whole(self) -> int:
-        """Chunks, from the first, that are sealed and stored whole. Their summaries are made, or being made."""
+        """Chunks, from the first, whose records are complete. Their summaries are made, or being made."""
         return self._reads[0][0] if self._reads else self.ledger.n_sealed
 
     @property
     def summaries(self) -> Summaries | None:
-        """Summaries of the keys of sealed chunks, the last ones perhaps unfinished; None if the scorer wants none."""
+        """Summaries of the keys of sealed chunks, the last ones perhaps unfinished; None if the scorer needs none."""
         return self._summariser.summaries
 
     @property
@@ -256,7 +258,7 @@ class Pager:
     def summarise(self, kind: str | None) -> None:
         """Keep summaries of this kind from now on, starting with the stored records. None: keep none.
 
-        Raises UnsupportedError (the keys of this model have another form) and HostMemoryError.
+        Raises UnsupportedError (the model's keys have an unsupported form) and HostMemoryError.
         """
         self.wait_stored()
         self._summariser.use(kind, [int(c) for c in np.flatnonzero(self.ledger.stored)])
@@ -268,21 +270,21 @@ class Pager:
             self.n_stored += 1
 
     def _arrived(self, n: int) -> None:
-        """Wait for the first n records that are being written back, and have them summarised."""
+        """Wait for the first n records that are being written back, and begin to summarise them."""
         for _ in range(n):
             chunk, ticket = self._reads[0]
             self.ctx.wait(ticket)
             self._summariser.begin(chunk + 1)
-            self._reads.popleft()  # last, so that it is done again if it is cut off
+            self._reads.popleft()  # last, so that an interrupted iteration is repeated
         self._summariser.collect()
 
     def settle(self) -> None:
-        """Finish everything under way: then all records are whole and summarised, and no chunk is in flight."""
+        """Finish everything under way: all records are then complete and summarised, and no chunk is in flight."""
         self.flights.finish()
         self.wait_stored()
 
     def wait_stored(self) -> None:
-        """Wait until all records are whole and summarised."""
+        """Wait until all records are complete and summarised."""
         self._arrived(len(self._reads))
         self._summariser.finish()
 
@@ -310,8 +312,8 @@ class Pager:
         """Make the chunks with the highest scores (n,) float64 resident; NaN: not a candidate. Returns the plan.
 
         n_free: blocks to leave free.
-        n_most: the most chunks to bring in; None: no limit.
-        spread: move the chunks over several steps, none of which waits for a copy.
+        n_most: the most chunks to page in; None: no limit.
+        spread: spread the moves over several steps, so that none waits for a copy.
         """
         self.flights.cut_short()
         self.ledger.rate(scores)
@@ -327,10 +329,10 @@ class Pager:
     #
 
     def rolled_back(self, n_tokens: int) -> Plan:
-        """Forget positions from n_tokens on, which were removed from the cache, and bring back the new tail.
+        """Forget positions from n_tokens on, which were removed from the cache, and page in the new tail.
 
-        A chunk that is cut through comes back whole from its record and is then cut; it is sealed anew when full.
-        Returns what was moved in all.
+        If n_tokens is within a chunk, that chunk is paged in from its record and then cut; once full again, it is sealed anew.
+        Returns all moves.
         """
         ledger = self.ledger
         self.wait_stored()
@@ -362,7 +364,7 @@ class Pager:
         self.n_stored = 0
 
     def reconcile(self, n_tokens: int) -> None:
-        """After a step was cut off at n_tokens positions, make the pool agree with the ledger, and seal full chunks."""
+        """After a step was cut off with n_tokens positions kept, make the pool agree with the ledger, and seal full chunks."""
         ledger = self.ledger
         self.flights.abandon()
         if self.guests:
@@ -385,26 +387,26 @@ class Pager:
     #
 
     def loaded(self) -> None:
-        """Begin to summarise the chunks of a sequence that was put back."""
+        """Begin to summarise the chunks of a restored sequence."""
         if self.summaries is not None:
             self.records.read_ahead()
             self._summariser.reserve(self.ledger.n_sealed)
             self._summariser.begin(self.ledger.n_sealed)
 
     def page_in(self, chunk: int) -> None:
-        """Bring a chunk back, in place of the coldest one. Raises UsageError and PoolError."""
+        """Page in a chunk, in place of the coldest one. Raises UsageError and PoolError."""
         self._check(chunk)
         self.settle()
         self.apply(bring_in(self.ledger, [chunk]))
         self.ledger.unrate(chunk)  # the caller wants it to stay
 
     def page_in_all(self) -> None:
-        """Bring all chunks back. Raises PoolError."""
+        """Page in all chunks. Raises PoolError."""
         self.settle()
         self.apply(bring_in(self.ledger, range(self.ledger.n_chunks)))
 
     def page_out(self, chunk: int) -> None:
-        """Drop a chunk from the pool. Raises UsageError and PoolError."""
+        """Evict a chunk. Raises UsageError and PoolError."""
         self._check(chunk)
         self.settle()
         if self.ledger.state_of(chunk) == State.OUT:
@@ -415,9 +417,9 @@ class Pager:
         self.apply(Plan(drops=(chunk,)))
 
     def pin(self, start: int, end: int) -> None:
-        """Keep the chunks of positions [start, end), and bring back those that are out.
+        """Pin the chunks of positions [start, end), and page in those that are out.
 
-        Raises PoolError, and pins nothing, if too little were left to page.
+        Raises PoolError, and pins nothing, if too few unpinned blocks would remain.
         """
         ledger = self.ledger
         chunks = pinned_chunks([(start, end)], ledger.chunk)
@@ -428,7 +430,7 @@ class Pager:
         ledger.pins |= chunks
 
     def unpin(self, start: int, end: int) -> None:
-        """Let the chunks of positions [start, end) be evicted again."""
+        """Unpin the chunks of positions [start, end)."""
         self.ledger.pins -= pinned_chunks([(start, end)], self.ledger.chunk)
 
     def _check(self, chunk: int) -> None:

@@ -18,10 +18,10 @@ class Residency:
     state: int8; 0 out, 1 in flight, 2 resident.
     block: int32; -1 if not resident.
     sealed, stored, protected: bool.
-    score: float64, from the last scoring, higher is hotter; NaN if it gave none.
-    layers: float32; in how many of the pooled layers it is: in all of them if it is resident, otherwise in none, or with
-        policy fresh in as many as chose it. A layer that chose a quarter of it counts 0.25.
-    coded: bool; whether it has codes, by which it is seen where it is not resident.
+    score: float64, from the last scoring, higher is hotter; NaN: not scored.
+    layers: float32; the number of pooled layers that hold the chunk: all if it is resident, else none; with policy fresh, the
+        layers that chose it. A layer that chose a quarter of it counts 0.25.
+    coded: bool; whether it has codes, by which layers attend to it while it is not resident.
     """
 
     state: npt.NDArray[np.int8]
@@ -34,12 +34,12 @@ class Residency:
     coded: npt.NDArray[np.bool_]
 
     def to_dict(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the arrays by name, after the chunks' numbers, all (n_chunks,): a table that pandas.DataFrame takes."""
+        """Return the chunk numbers and the arrays by name, all (n_chunks,), for pandas.DataFrame."""
         return {"chunk": np.arange(len(self.state))} | {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def look(ledger: Ledger, ctx: Context, guests: GuestRoom | None) -> Residency:
-    """Return where every chunk is now. guests: None: no layer chooses its own."""
+    """Return where every chunk is now. guests: None without codes."""
     block = np.full(ledger.n_chunks, -1, np.int32)
     chunks, _ = ctx.blocks()
     used = chunks >= 0
@@ -76,7 +76,7 @@ def held(ctx: Context) -> dict[int, int]:
 
 
 def n_landing(ctx: Context) -> int:
-    """Return how many chunks are on their way into the native pool."""
+    """Return the number of chunks in flight into the native pool."""
     return int(np.count_nonzero(ctx.blocks()[1] < 0))
 
 

@@ -1,4 +1,4 @@
-"""The selector: has the chunks scored, during decoding or at once, and makes the best of them resident."""
+"""The selector: runs the scorer, during decoding or at once, and makes the best chunks resident."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from pyllama_kvflash.policy.scorers import Floats, faded, shares
 from pyllama_kvflash.pool.pager import Pager
 
 COPIED = 32e9
-"""Bytes per second to a device, roughly: PCIe 4."""
+"""Approximate bytes per second to a device: PCIe 4."""
 _LAYER_THREADS = 8  # more would only wait for memory
 _N_FREE = 1  # blocks that a choice leaves free, for the next token
 
@@ -29,15 +29,17 @@ class Selector:
     """Runs the scorer when the schedule says so. One scoring runs at a time, and nothing else touches the scorer.
 
     `ask` begins to copy the last token's queries, during the next computation. `begin` takes a view of the sequence and
-    starts a scoring, in a thread if the caller need not wait. `finish` waits for it and applies the plan. Call `cancel`
-    before removing or replacing positions.
+    starts to score it, in a thread if the caller need not wait. `finish` waits for the scores and applies the plan. Call
+    `cancel` before removing or replacing positions.
     """
 
     def __init__(self, ctx: Context, pager: Pager, scorer: Scorer, options: Options, *, goes_back: bool = True) -> None:
-        """goes_back: whether the last token can be taken out of the sequence and decoded again."""
+        """goes_back: whether the last token can be removed and decoded again."""
         self.scorer: Scorer = scorer
-        self._on_cpu = not ctx.pinned  # where scoring takes its time from decoding
-        self._again = options.again if goes_back and options.spec is None else 0.0  # a drafter reads along
+        self._on_cpu = not ctx.pinned  # scoring then competes with decoding
+        self._again = (
+            options.again if goes_back and options.spec is None else 0.0
+        )  # a drafter has read the token already
         self._at_once = True  # whether the last scoring ended within its token
         self.schedule = Schedule(options.interval, options.share, within=self._within(scorer), free=not self._on_cpu)
         self._n_most = options.n_swaps
@@ -66,7 +68,7 @@ class Selector:
             close()
 
     def use(self, scorer: Scorer) -> None:
-        """Go on with another scorer. Raises UnsupportedError and HostMemoryError."""
+        """Replace the scorer. Raises UnsupportedError and HostMemoryError."""
         self.cancel()
         self.schedule.within = self._within(scorer)
         self._pager.summarise(scorer.summary)
@@ -85,24 +87,24 @@ class Selector:
         return bool(self._again) and shares(self.scorer)
 
     def missed(self, event: Reselect) -> bool:
-        """Return whether the last token must be decoded again: chunks that came in hold too much of its attention."""
+        """Return whether the last token must be decoded again: chunks paged in after it hold too much of its attention."""
         return self.repeats and event.missed > self._again and self._at_once
 
     @property
     def needed(self) -> bool:
-        """Whether there is a choice: a chunk is out, or would be if other sequences took their share of the pool."""
+        """Whether there is something to choose: a chunk is out, or would be if other sequences took their share of the pool."""
         ledger = self._pager.ledger
         return ledger.n_resident < ledger.n_chunks or ledger.n_chunks > ledger.n_share
 
     def queries(self, back: int = 0) -> Queries:
-        """Return the queries of the last token decoded, or of the token `back` before it in the batch, without delay.
+        """Return the queries of the last decoded token, or of the token `back` before it in the batch, at once.
 
         One array (n_head, n_embd_head_k) for each pooled layer. A copy begun by ask() is not affected.
         """
         return self._ctx.queries(back)
 
     def ask(self) -> None:
-        """Begin to copy the queries of the last token decoded."""
+        """Begin to copy the queries of the last decoded token."""
         self._ticket = self._ctx.begin_queries(self._into)
 
     def _answer(self) -> Queries:
@@ -114,9 +116,9 @@ class Selector:
         return split_queries(self._into.copy(), self._shapes)
 
     def tick(self, tokens: Callable[[], Tokens], n_tokens: int, n_new: int) -> Reselect | None:
-        """Apply the scores that are due, or begin to score, while the last n_new of n_tokens tokens are being decoded.
+        """While the last n_new of n_tokens tokens are being decoded, apply scores that are due, or begin to score.
 
-        tokens: returns all n_tokens tokens, (n_tokens,) int32. Returns what changed, if anything did.
+        tokens: returns all n_tokens tokens, (n_tokens,) int32. Returns the change, or None.
         """
         if self._orphaned:
             self.cancel()
@@ -139,13 +141,13 @@ class Selector:
         return event
 
     def rest(self) -> None:
-        """Leave the time until the next token out of the schedule's measurements."""
+        """Exclude the time until the next token from the schedule's measurements."""
         self._ticked = None
 
     def saved(self) -> Scoring:
         """Return the state of scoring, for a snapshot. Waits for a scoring under way.
 
-        If that failed, its scores are left out, and begun anew some time later.
+        If the scoring failed, the state has no scores, and a later step scores anew.
         """
         if self._orphaned:  # the next token cancels it
             return Scoring()
@@ -158,19 +160,21 @@ class Selector:
         return Scoring(schedule.n_since, queries, scores, schedule.cost_s, schedule.step_s or 0.0)
 
     def resume(self, saved: Scoring) -> None:
-        """Go on from a saved state. The sequence must be what it was then."""
+        """Continue from a saved state, with the same sequence as then."""
         self.cancel()
         self.schedule.resume(saved)
         if saved.scores is not None:
             self._job = Future()
             self._job.set_result((saved.scores, 0.0))
-        elif saved.queries is not None and len(saved.queries) == len(self._into):  # else: of another policy's layers
+        elif saved.queries is not None and len(saved.queries) == len(
+            self._into
+        ):  # else another policy tapped other layers
             self._into[:] = saved.queries
             self._ticket = 0  # a wait for this ticket waits for all copies
 
     @property
     def n_steady(self) -> int:
-        """Tokens that may be decoded in one batch before something is due after one of them."""
+        """Tokens that may be decoded in one batch before the selector has to act."""
         if self._ticket is not None:
             return 1
         return self.schedule.n_until(due=self._job is not None)
@@ -183,11 +187,8 @@ class Selector:
         n_most: int | None = None,
         mass: Floats | None = None,
     ) -> Reselect:
-        """Score and change the pool at once. n_most: the most chunks to bring in.
-
-        mass: what the queries attend to, see policy.View.
-        """
-        ticked = self._ticked if reason == "decode" else None  # the time of a token that is decoded again counts
+        """Score and change the pool at once. n_most: the most chunks to page in. mass: the queries' attention, see policy.View."""
+        ticked = self._ticked if reason == "decode" else None  # a token decoded again counts in the measurements
         self.cancel()
         self._ticked = ticked
         self._orphaned = True
@@ -207,10 +208,10 @@ class Selector:
         close: bool = False,
         mass: Floats | None = None,
     ) -> None:
-        """Start to score the sequence as it is now. close: give the scorer the keys themselves, as there is time."""
+        """Start to score the sequence as it is now. close: also give the scorer the keys, as there is time to read them."""
         self._scales = self._scales or self._ctx.query_scales().tolist()  # fixed once a graph was built
         ledger = self._pager.ledger
-        in_flight = ledger.state == State.IN_FLIGHT  # these will have landed
+        in_flight = ledger.state == State.IN_FLIGHT  # they land before the scores are applied
         candidates = ledger.candidates() | (in_flight & ~ledger.protected())
         candidates[self._pager.n_whole :] = False
         self._view = View(
@@ -234,8 +235,8 @@ class Selector:
         """Wait for the scores, and make the best chunks resident.
 
         pos: positions written, for the event.
-        n_most: the most chunks to bring in; None: no limit.
-        spread: move the chunks over several steps, none of which waits for a copy.
+        n_most: the most chunks to page in; None: no limit.
+        spread: spread the moves over several steps, so that none waits for a copy.
         """
         job, view = self._job, self._view
         if job is None:
@@ -266,7 +267,7 @@ class Selector:
         return Reselect(pos, reason, tuple(shown), plan.drops, plan.page_ins, score_s, apply_s, missed)
 
     def cancel(self) -> None:
-        """Wait for a scoring under way, and discard it."""
+        """Wait for a scoring under way, and discard its scores."""
         if self._job is not None:
             self._job.exception()
         self._job = self._view = self._ticket = self._ticked = None
@@ -274,7 +275,7 @@ class Selector:
         self.schedule.restart()
 
     def _fall_back(self, err: ScorerError, view: View) -> Scored:
-        """Replace a scorer that cannot work by qk, with summaries made from the stored records, and score."""
+        """Replace a failed scorer by qk, with summaries made from the stored records, and score."""
         self.warnings.append(f"{self.scorer.name} cannot score: {err}; using qk")
         if close := getattr(self.scorer, "close", None):
             close()
@@ -284,7 +285,7 @@ class Selector:
         return _timed(self.scorer, replace(view, summaries=self._pager.summaries), ())
 
     def _start(self, view: View, after: Sequence[Future[None]]) -> Future[Scored]:
-        """Score in a thread, or in this one if the caller waits anyway and the scorer reads summaries."""
+        """Score in another thread; in this one if the caller waits anyway and the scorer reads summaries."""
         if not self._at_once or self.scorer.summary is None:
             with suppress(RuntimeError):  # no memory for a thread
                 return self._worker.submit(_timed, self.scorer, view, after)
@@ -306,7 +307,7 @@ class Selector:
 def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
     """Return the scores, NaN for chunks that are not candidates, and the seconds they took.
 
-    after: summaries to wait for first, which is not counted. Raises ScorerError, SnapshotError and Interrupted.
+    after: summaries to wait for first; the wait is not counted. Raises ScorerError, SnapshotError and Interrupted.
     """
     for summary in after:
         summary.result()

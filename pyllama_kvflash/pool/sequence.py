@@ -1,7 +1,7 @@
-"""A sequence in a pool: its tokens, the places of its chunks, and page-ins.
+"""A sequence in a pool: its tokens, its chunks, and page-ins.
 
 `step.advance` decodes a batch. Between batches the selector scores the chunks and changes the pool. If a step is cut
-off, the next one first repairs what it left.
+off, the next one repairs the state first.
 """
 
 from array import array
@@ -30,13 +30,13 @@ class PooledSequence:
 
     peers: all sequences of the context, by number.
     history: the tokens written so far.
-    pending: the last token produced, which is not decoded yet; None: there is none.
-    opens_until: positions, from the first, after which an answer with a lossless opening is decoded in fast mode.
-    n_exact: positions, from the first, whose rows are those of the full cache, as far as that is known.
-    whole: whether a trial that is under way has all that it was given, and no step of it was cut off.
+    pending: the newest token, which is not decoded yet, or None.
+    opens_until: the position where the lossless opening of an answer ends, and fast mode begins.
+    n_exact: positions, from the first, whose rows are known to equal the full cache's.
+    whole: whether the trial under way is complete: none of its steps was cut off.
     consistent: False while a step is under way, and after one was cut off.
-    checking: whether an exact batch is under way beside which the pool computes.
-    passing: whether that step is an exact pass between two of its batches, of which the pool has nothing yet.
+    checking: whether an exact batch runs while the pool computes.
+    passing: whether an exact pass is between two batches, which the pool does not have yet.
     holder: the mark of the last caller that began or changed something; see engine.guard.
     """
 
@@ -49,8 +49,8 @@ class PooledSequence:
         scorer: Scorer | None,
         exact: ExactReader | None = None,
     ) -> None:
-        """ctx: the context as this sequence sees it.
-        peers: the sequences made before this one, which joins them.
+        """ctx: this sequence's view of the context.
+        peers: the sequences made before this one, which is appended.
         shared, scorer: of its pool; None: no pool.
         exact: reads prompts that the pool cannot hold; None: they are read through the pool.
         """
@@ -61,7 +61,7 @@ class PooledSequence:
         self.options = options
         held = ctx.kv_bytes()
         self.recurrent = held.recurrent > 0
-        self.stateful = held.recurrent + held.swa > 0  # there is more than chunks hold
+        self.stateful = held.recurrent + held.swa > 0  # it has state outside chunks
         self.history = array("i")
         self.pending: int | None = None
         self.consistent = True
@@ -69,8 +69,8 @@ class PooledSequence:
         self.holder: object = None
         self.exact = exact
         self.n_exact = self.opens_until = 0
-        self._arriving: int | None = None  # positions there are once the pool has an exact batch, too
-        self._state: StateBytes | None = None  # what no chunk holds, before a trial that is under way
+        self._arriving: int | None = None  # n_tokens after an exact batch that the pool does not have yet
+        self._state: StateBytes | None = None  # the state outside chunks, before the trial under way; None: no trial
         self.warnings: tuple[str, ...] = ()
         self._in_transit: tuple[int, int] | None = None  # (position, token) between history and pending
         self._closed = False
@@ -121,7 +121,7 @@ class PooledSequence:
 
     @property
     def reads_exactly(self) -> ExactReader:
-        """What reads prompts exactly. Raises UsageError if they are read through the pool."""
+        """The reader of exact passes. Raises UsageError if prompts are read through the pool."""
         if self.exact is None:
             msg = "prompts are read through the pool: open the model with `prefill` exact"
             raise UsageError(msg)
@@ -129,15 +129,13 @@ class PooledSequence:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes that are taken for full-attention KV: the pool, codes of all sequences and the panes, or the whole
-        context.
-        """
+        """Device bytes of full-attention KV: the pool, the codes of all sequences and the panes, or the whole context."""
         codes = coarse_bytes(self.pager.shared.guests) if self.pager else 0
         return self.ctx.kv_bytes().attn + codes + (self.exact.n_bytes if self.exact else 0)
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes taken for records, of all sequences."""
+        """Host bytes allocated for the records of all sequences."""
         return self.pager.shared.memory.held_bytes if self.pager else 0
 
     #
@@ -145,7 +143,7 @@ class PooledSequence:
     #
 
     def extend(self, tokens: Tokens) -> None:
-        """Move decoded tokens (n,) int32 into the history. If there is a pending token, it is the first of them."""
+        """Append decoded tokens (n,) int32 to the history. A pending token, if any, is the first of them."""
         self._in_transit = None if self.pending is None else (len(self.history), self.pending)
         self.pending = None
         self.history.frombytes(tokens.tobytes())
@@ -153,7 +151,7 @@ class PooledSequence:
 
     @contextmanager
     def step(self, *, others: bool = True) -> Iterator[None]:
-        """Guard a change of the sequence, or of what is resident. If it is cut off, the next step first repairs it. others: see
+        """Guard a change of the sequence or of its residency. If it is cut off, the next step repairs it first. others: see
         recover().
         """
         self.recover(others=others)
@@ -164,13 +162,13 @@ class PooledSequence:
     def append(self, n: int) -> None:
         """Record that an exact batch has computed n more positions, which are about to be kept.
 
-        From here on a step that is cut off is carried on, not undone.
+        If the step is cut off after this call, recovery completes it instead of undoing it.
         """
         self._arriving = self.n_tokens + n
         self.paged.ledger.append(n)
 
     def arrive(self) -> None:
-        """Have the pool continue from where an exact batch ended, if one has."""
+        """After an exact batch, bring the pool to its last position."""
         self._undo_trial()
         if self._arriving == self.n_tokens and self.exact is not None:
             self.exact.hand_over(self.ctx, self.n_tokens)
@@ -178,11 +176,11 @@ class PooledSequence:
         self._arriving = None
 
     def begin_trial(self, n: int, *, beside: bool = False) -> Plan:
-        """Let up to n tokens be decoded through the pool after the last position. recover() then leaves all as it was, but for
-        chunks that made room. Returns which did.
+        """Begin a trial: up to n tokens may be decoded through the pool after the last position. recover() undoes it, except for
+        evictions that made room. Returns these.
 
-        Meanwhile exact batches may extend the sequence beneath, and other sequences go on. beside: one of these is being checked, so
-        that no other trial can end for this one. Raises PoolError and HostMemoryError.
+        During a trial, exact batches may extend the sequence, and other sequences continue. beside: another sequence is being
+        checked, so its trial cannot be ended to make room. Raises PoolError and HostMemoryError.
         """
         self.recover(others=False)
         if (ledger := self.paged.ledger).new_chunks(n) > ledger.blocks.n_spare:
@@ -190,15 +188,15 @@ class PooledSequence:
                 msg = "the trials of all sequences do not fit the pool together"
                 raise PoolError(msg)
             self.recover()
-        if ledger.lacks_protected:  # an exact batch was the last one, and what comes after it was cut off
+        if ledger.lacks_protected:  # the last batch was exact, and its settle_in() was cut off
             self.settle_in()
         self.consistent = False
         self.paged.settle()
         plan = self.paged.make_room(n, seals=False)
         ledger.try_out(n)
         if self.stateful:
-            self.reads_exactly.take_over(self.ctx, self.n_tokens)  # its state: the trial changes that of the pool
-        # a window goes back by itself, unless its cells are shared: others' may have come between
+            self.reads_exactly.take_over(self.ctx, self.n_tokens)  # copy the state: the trial changes the pool's
+        # a window can be rolled back, unless other sequences share its cells and have overwritten some
         saves = self.recurrent or (self.stateful and len(self.peers) > 1)
         self._state = self.ctx.save_partial() if saves else b""
         return plan
@@ -210,11 +208,11 @@ class PooledSequence:
 
     @property
     def steady(self) -> bool:
-        """Whether nothing has to be repaired before another sequence continues: it is consistent, or in a trial that is whole."""
+        """Whether another sequence may continue without a repair of this one: it is consistent, or in a complete trial."""
         return self.consistent or self.checking or (self.trying and self.whole)
 
     def _undo_trial(self) -> None:
-        """Remove what a trial has decoded. Harmless without one."""
+        """Remove the tokens that a trial has decoded. Harmless without one."""
         if self._state is not None:
             self._go_back(self.n_tokens, self._state)
         self._state, self.whole = None, False
@@ -222,8 +220,8 @@ class PooledSequence:
             self.pager.ledger.try_out(0)
 
     def _go_back(self, n_tokens: int, state: StateBytes) -> None:
-        """Have the context go back to its first n_tokens positions. state: what no chunk holds, to be there then; empty if
-        the memory can go back by itself.
+        """Roll the context back to its first n_tokens positions. state: the state outside chunks at that position; empty if the
+        memory can be rolled back without it.
         """
         if state:
             self.ctx.restore_partial(state, n_tokens)
@@ -233,32 +231,32 @@ class PooledSequence:
     def seen_exactly(self, start: int, n: int, state: StateBytes) -> Floats:
         """Return the logits (n, n_vocab) of n tokens from position start on, computed against everything. Changes nothing.
 
-        state: what save_partial() gave at start. Raises Interrupted, SnapshotError and NativeError.
+        state: the result of save_partial() at start. Raises Interrupted, SnapshotError and NativeError.
         """
         self.recover()
         records, tokens = self.paged.copies(start, n), np.array(self.history[start : start + n], np.int32)
         return self.reads_exactly.look(self.ctx, tokens, start, records, state)
 
     def attended(self, n_query: int) -> Floats:
-        """Return what the last n_query tokens of an exact batch attend to, see policy.View.mass."""
+        """Return the attention of the last n_query tokens of an exact batch, see policy.View.mass."""
         return self.reads_exactly.attended(self.ctx, n_query, self.paged.ledger.n_chunks)
 
     def settle_in(self) -> Paged | None:
-        """After an exact pass, bring in the sinks, the tail and the pins, and then the most recent chunks."""
+        """After an exact pass, page in the sinks, the tail, the pinned chunks, and then the most recent ones."""
         with self.step(others=False):
             plan = self.paged.settle_in()
         return Paged(self.n_tokens, plan.drops, plan.page_ins) if plan else None
 
     def lay_out(self) -> None:
-        """Have the chunks lie in the pool in their order. After an exact pass: their records must be whole."""
+        """Sort the chunks in the pool by position. Call it after an exact pass: their records must be complete."""
         with self.step():
             self.paged.lay_out()
 
     def recover(self, *, others: bool = True) -> None:
-        """After a step that was cut off, remove what it left in the cache, and continue from the last position. A trial ends.
+        """If a step was cut off, remove its leftovers from the cache, back to the last position. Ends a trial.
 
-        others: end the trials of other sequences, too. If a step was cut off, whosever it was, they end in any case.
-        Raises NativeError if the model's memory cannot go back.
+        others: also end the trials of other sequences. A cut-off step of any sequence ends them in any case. Raises NativeError
+        if the model's memory cannot be rolled back.
         """
         if self.consistent and len(self.peers) == 1:
             return  # most steps
@@ -284,7 +282,7 @@ class PooledSequence:
             s.consistent = True
 
     def settle_token(self) -> None:
-        """Make a token that was on its way pending, unless it is in the history."""
+        """Make the token in transit pending, unless it is in the history."""
         if self._in_transit is not None and self.n_tokens == self._in_transit[0]:
             self.pending = self._in_transit[1]
         self._in_transit = None
@@ -310,7 +308,7 @@ class PooledSequence:
         self.consistent = True
 
     def forget_exactly(self, n_tokens: int) -> None:
-        """Have the exact pass forget what it knows of positions from n_tokens on."""
+        """Make the exact pass forget positions from n_tokens on."""
         self.n_exact = min(self.n_exact, n_tokens)
         if self.exact is not None:
             self.exact.forget(self.seq, n_tokens)
@@ -323,7 +321,7 @@ class PooledSequence:
             if self.pager:
                 self.pager.settle()
             self.forget_exactly(n_tokens)
-            pending, self.pending = self.pending, None  # first: it follows what is about to go
+            pending, self.pending = self.pending, None  # first: it follows the removed tokens
             gone = self.history[n_tokens:]
             del self.history[n_tokens:]
             try:
@@ -342,9 +340,9 @@ class PooledSequence:
             raise UsageError(msg)
 
     def take_back(self) -> tuple[int, Paged | None]:
-        """Take the last token out, to be decoded again. Returns it, and what moved.
+        """Remove the last token, so that it is decoded again. Returns it, and the moves.
 
-        The token is pending from now on, wherever this is cut off.
+        The token is pending from now on, even if this call is cut off.
         """
         n, token = self.n_tokens - 1, self.history[-1]
         with self.step():
@@ -360,9 +358,9 @@ class PooledSequence:
         return token, Paged(n, plan.drops, plan.page_ins) if plan else None
 
     def rewind(self, n_tokens: int, state: StateBytes) -> Paged | None:
-        """Go back to the first n_tokens positions. Returns what moved.
+        """Go back to the first n_tokens positions. Returns the moves.
 
-        state: what save_partial() gave at n_tokens; empty if the memory can go back by itself.
+        state: the result of save_partial() at n_tokens; empty if the memory can be rolled back without it.
         """
         with self.step():
             self.paged.settle()
@@ -373,7 +371,7 @@ class PooledSequence:
         return Paged(n_tokens, plan.drops, plan.page_ins) if plan else None
 
     def cancel_scoring(self) -> None:
-        """Discard scores of what the sequence was until now."""
+        """Discard a scoring under way, before the sequence changes."""
         if self.selector is not None:
             self.selector.cancel()
 
@@ -392,10 +390,7 @@ class PooledSequence:
         n_most: int | None = None,
         mass: Floats | None = None,
     ) -> Iterator[Event]:
-        """Score and repage at once. n_most: the most chunks to bring in.
-
-        mass: what the queries attend to, see policy.View.
-        """
+        """Score and repage at once. n_most: the most chunks to page in. mass: the queries' attention, see policy.View."""
         selector = self.selector
         if selector is None or not selector.needed:
             return
@@ -405,7 +400,7 @@ class PooledSequence:
         yield event
 
     def tick(self, n_new: int) -> list[Event]:
-        """After n_new tokens were decoded, score and repage if the schedule says so. Returns what happened."""
+        """After n_new tokens were decoded, score and repage if the schedule says so. Returns the events."""
         selector = self.selector
         if selector is None:
             return []
@@ -434,12 +429,12 @@ class PooledSequence:
             self.paged.pin(start, end)
 
     def page_in(self, chunk: int) -> None:
-        """Bring a chunk back, in place of the coldest one. Raises PoolError."""
+        """Page in a chunk, in place of the coldest one. Raises PoolError."""
         with self.step():
             self.paged.page_in(chunk)
 
     def page_out(self, chunk: int) -> None:
-        """Drop a chunk from the pool. Raises PoolError if it is protected."""
+        """Evict a chunk. Raises PoolError if it is protected."""
         with self.step():
             self.paged.page_out(chunk)
 

@@ -12,7 +12,7 @@ from pyllama_kvflash.pool.host_memory import HostMemory
 
 
 class Shared:
-    """The parts that the sequences of a pool share: its blocks, the host memory for their records, and what moves their chunks."""
+    """The parts that the sequences of a pool share: its blocks, host memory for records, and each sequence's flights and guests."""
 
     def __init__(self, ctx: Context, options: Options, n_pool: int) -> None:
         info = ctx.pool_info()
@@ -21,7 +21,7 @@ class Shared:
         limit, n_growers = options.host_limit, max(1, cores() // 2)  # the others compute
         self.memory = HostMemory(info.record_bytes, ctx.host_buffer, limit, info.meta_bytes, spill, n_growers)
         self.flights: list[Flights] = []
-        self.guests: list[GuestRoom] = []  # of each sequence; empty without policy fresh
+        self.guests: list[GuestRoom] = []  # one per sequence; empty without codes
 
     def close(self) -> None:
         """Free the host memory, once all pagers are closed."""
@@ -32,7 +32,7 @@ class Shared:
         return sum(n_pinned(ledger.pins, ledger.n_sinks) for ledger in self.blocks.ledgers)
 
     def shape(self, n_more: int = 0) -> PoolShape:
-        """Return what the pool must hold now, with n_more pinned chunks."""
+        """Return the pool's shape, with n_more pinned chunks."""
         ledger = self.blocks.ledgers[0]
         n_seq = len(self.blocks.ledgers)
         return PoolShape(ledger.chunk, ledger.n_sinks, ledger.n_tail, self.n_pinned() + n_more, n_seq)
@@ -40,7 +40,7 @@ class Shared:
     def check_pins(self, n_more: int, n_batch: int, what: str) -> None:
         """Raise PoolError if the pool has too little room for n_more pinned chunks and batches of n_batch tokens.
 
-        what: what would pin them, for the message.
+        what: the cause of the pins, for the message.
         """
         shape = self.shape(n_more)
         floor = shape.floor(n_batch)
@@ -52,7 +52,7 @@ class Shared:
             raise PoolError(msg)
 
     def confine(self, n_pool: int) -> None:
-        """Use only the blocks of n_pool positions, for all sequences, until called again. Works as a smaller pool."""
+        """Behave as a smaller pool of n_pool positions, for all sequences, until called again."""
         self.blocks.n = n_pool // self.blocks.ledgers[0].chunk
 
     @property

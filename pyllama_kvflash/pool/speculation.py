@@ -1,7 +1,7 @@
-"""Speculative decoding: guesses of what follows, checked in one batch of the target, for as long as that pays.
+"""Speculative decoding: drafts that the target verifies in one batch, while that is faster than decoding plainly.
 
-The guesses come from llama.cpp's own implementations (`native.Speculator`). This module adds the gate, and a drafter
-that remembers only a window and reads along only where needed.
+llama.cpp's own implementations make the drafts (`native.Speculator`). This module adds the gate, and limits the drafter's
+context to a window, which it reads only when needed.
 """
 
 from array import array
@@ -20,15 +20,15 @@ from pyllama_kvflash.policy.draft_length import DraftLength
 from pyllama_kvflash.policy.gate import Gate
 
 _NATIVE = {"draft": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp", "ngram": "ngram-simple"}
-_MARKOV = "markov_w1"  # a tensor that DSpark drafters have
+_MARKOV = "markov_w1"  # a tensor that marks DSpark drafters
 _GLANCE = 256  # tokens that a drafter reads to try a closed gate: few, because most tries fail
-_CHOICES = (1, 2, 4, 8)  # tokens of a draft whose number is not given: few widths of a batch, as each has its own graph
-N_GRAM = 4  # tokens that must match earlier text; llama.cpp's default of 12 would make no shorter drafts
+_CHOICES = (1, 2, 4, 8)  # lengths to choose from if none is given: few, because each batch width needs its own graph
+N_GRAM = 4  # tokens that must match earlier text; with llama.cpp's default of 12, there are no shorter drafts
 
 
 @contextmanager
 def _named(spec: Spec, target: Context) -> Iterator[None]:
-    """Make errors name the drafter and how it drafts."""
+    """Name the drafter, and its kind, in errors."""
     try:
         yield
     except KVFlashError as err:
@@ -39,10 +39,10 @@ def _named(spec: Spec, target: Context) -> Iterator[None]:
 def drafter_bytes(
     spec: Spec, target: Context, at: Sequence[int], *, n_batch: int, n_ubatch: int, n_seq: int, where: dict[str, Any]
 ) -> list[int]:
-    """Return the bytes that drafting takes on each device in `at`, indices into native.devices(). Allocates nothing.
+    """Return the bytes that drafting takes on each device in `at` (indices into native.devices()). Allocates nothing.
 
-    Counts weights, and for each of n_seq sequences the buffers and a window's KV; that KV counts once per device
-    because its placement is unknown.
+    Counts the weights, and the buffers and a window's KV for each of n_seq sequences. The KV counts on every device, because
+    its placement is unknown.
 
     target: a context of a model loaded with no_alloc. where: the devices, as for Model.load. Raises as DraftModel does.
     """
@@ -62,7 +62,7 @@ def _bytes(spec: Spec, drafter: Context, at: Sequence[int], n_seq: int) -> list[
 
 
 def _model(spec: Spec, target: Model, stack: ExitStack, **options: Any) -> Model:
-    """Return the drafter's model, closed with the stack; the target's own if that has the heads that draft."""
+    """Return the drafter's model, closed with the stack; without a path, the target, whose own heads draft."""
     if spec.model is None:
         return target
     return stack.enter_context(Model.load(Path(spec.model), **options, mtp=spec.kind == "mtp"))
@@ -84,7 +84,7 @@ def _context(spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatc
 
 
 def _check_dflash(model: Model, target: Model) -> None:
-    """Raise UnsupportedError for a drafter that llama.cpp would assert about, or reject only while it drafts."""
+    """Raise UnsupportedError for a drafter on which llama.cpp would abort, or fail only while it drafts."""
     if model.meta("general.architecture") != "dflash":
         return  # the library refuses it
     width, wide = _width(model), _width(target)
@@ -102,10 +102,10 @@ def _width(model: Model) -> str | None:
 
 
 class DraftModel:
-    """The parts that the drafts of all sequences of a context share: the draft model, and a switch of the target.
+    """The draft model, shared by the drafts of all sequences of a context.
 
-    listening: the native contexts that output the features that the draft model reads from the target's layers.
-    broken: whether it gave logits of NaN: nothing is drafted from then on.
+    listening: the native target contexts whose layers output features for the draft model.
+    broken: whether the draft model gave invalid logits; drafting ends then.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class DraftModel:
             raise
 
     def context(self, target: Context) -> Context | None:
-        """Return a context that drafts for one sequence; None: drafting takes no model.
+        """Return a draft context for one sequence; None if drafting needs no model.
 
         Raises UnsupportedError and NativeError.
         """
@@ -170,9 +170,9 @@ class DraftModel:
 
 
 class Drafts:
-    """The drafts of one sequence. Report every event in its order.
+    """The drafts of one sequence. Report all events, in order.
 
-    length: chooses how many tokens to draft next.
+    length: chooses the length of the next draft.
     """
 
     def __init__(self, model: DraftModel, target: Context) -> None:
@@ -183,7 +183,7 @@ class Drafts:
         self._model = model
         self._target = target
         self._n_read = 0  # positions up to which the drafter has read, or skipped
-        self._n_kept = 0  # tokens of the last history that are still in it
+        self._n_kept = 0  # tokens of the last history that are still in the sequence
         self._until = 0  # end of the prompt: the drafter reads only a window before it
         self._n_vocab = target.model.n_vocab
         self._warnings: list[Warn] = []
@@ -209,7 +209,7 @@ class Drafts:
         except NativeError as err:
             if "vocab" not in str(err):
                 raise
-            msg = "its tokens are others than the target's: use a drafter with the same vocabulary"
+            msg = "its vocabulary differs from the target's: use a drafter with the same vocabulary"
             raise UnsupportedError(msg) from None
         self._stack.callback(self._spec.close)
         shorter = [] if spec.n_max else [n for n in _CHOICES if n < self.n_max]
@@ -221,16 +221,16 @@ class Drafts:
 
     @property
     def n_max(self) -> int:
-        """The most tokens of a draft: a drafter may be made for fewer than were asked for."""
+        """The most tokens of a draft. The drafter's own limit may be below the one asked for."""
         return self._spec.n_max
 
     def n_bytes(self, at: Sequence[int], n_seq: int) -> list[int]:
-        """Return the bytes that the drafts of n_seq sequences take on each device in `at`, as drafter_bytes()."""
+        """Return the bytes that the drafts of n_seq sequences take on each device in `at`, as drafter_bytes() does."""
         return _bytes(self.spec, self._drafter, at, n_seq) if self._drafter else [0 for _ in at]
 
     @property
     def reads_features(self) -> bool:
-        """Whether the drafter reads features of the target's layers, and so needs batches of one sequence alone."""
+        """Whether the drafter reads features of the target's layers, and so needs batches of a single sequence."""
         return self.spec.kind in ("dflash", "eagle3", "mtp")
 
     #
@@ -238,13 +238,13 @@ class Drafts:
     #
 
     def expect(self, n_end: int) -> None:
-        """Announce a prompt that ends at position n_end: the drafter wants the features of its last window only."""
+        """Announce a prompt that ends at position n_end: the drafter needs the features of its last window only."""
         self._until = n_end
 
     def before(self, ctx: Context, pos: int, n: int) -> None:
-        """Before n tokens are decoded at pos, switch the features of the target's layers on or off, as they are needed.
+        """Before n tokens are decoded at pos, switch the output of layer features on or off, as the drafter needs.
 
-        ctx: decodes them; the target, or a context that does so in its place.
+        ctx: the context that decodes them: the target, or the exact pass.
         """
         if self.reads_features:
             prompt, listening = pos < self._until, self._model.listening
@@ -260,7 +260,7 @@ class Drafts:
             self._read(ctx, tokens, pos)
 
     def begin(self, history: Sequence[int]) -> None:
-        """Begin an answer after the text `history`."""
+        """Begin an answer after `history`."""
         self._spec.begin(np.array(history, np.int32))
         self._n_kept = len(history)
         self.stats = DraftStats()
@@ -277,7 +277,7 @@ class Drafts:
         self._n_read = pos + len(tokens)
 
     def _known(self, tokens: Tokens) -> Tokens:
-        """Return the tokens, with 0 in place of each that the drafter does not have."""
+        """Return the tokens, with 0 in place of those outside the drafter's vocabulary."""
         return np.where(tokens < self._drafter.model.n_vocab, tokens, 0) if self._drafter else tokens
 
     #
@@ -285,9 +285,9 @@ class Drafts:
     #
 
     def guess(self, history: "array[int]", token: int, at_most: int) -> Tokens:
-        """Guess what follows `token`, which comes after history and is not decoded yet.
+        """Draft the continuation of `history` and `token`, which is not decoded yet.
 
-        Returns (m,) int32, with 1 <= m <= at_most. Empty: decode plainly.
+        Returns (m,) int32, m <= at_most. Empty: decode plainly.
         """
         if self._model.broken:
             return np.empty(0, np.int32)
@@ -296,7 +296,7 @@ class Drafts:
         known = self._known(np.array([*history[kept:], token], np.int32))
         try:
             res = self._spec.draft(known, kept, min(at_most, self.n_max))
-        except BadLogitsError as err:  # the answer is the target's in any case
+        except BadLogitsError as err:  # the answer does not depend on the drafter
             self._model.broken = True
             self._warnings.append(Warn(f"{self.spec.model or self._target.model.path} drafts no more: {err}"))
             return np.empty(0, np.int32)
@@ -307,7 +307,7 @@ class Drafts:
         return res if there.all() else res[: int(there.argmin())]
 
     def _catch_up(self, history: "array[int]") -> None:
-        """Let a drafter that reads only tokens read what it missed: it does so when asked for a draft."""
+        """Let a drafter of kind "draft" read the tokens it missed. It reads only when a draft is needed."""
         if self.spec.kind != "draft":
             return
         reach = min(_GLANCE, self.spec.window) if self._gate.closed else self.spec.window
@@ -317,9 +317,9 @@ class Drafts:
             self._read(self._target, part, at)
 
     def checked(self, n_guessed: int, n_right: int, seconds: float, guessing_s: float, width: int) -> None:
-        """Record a draft of n_guessed tokens, of which n_right were right, that was checked in a batch of `width` tokens.
+        """Record that n_right of n_guessed drafted tokens were accepted, in a batch of `width` tokens.
 
-        seconds: of the whole step. guessing_s: of these, to guess.
+        seconds: the time of the whole step. guessing_s: its part for drafting.
         """
         self.length.checked(n_guessed, n_right, guessing_s, seconds - guessing_s, width)
         self._spec.accept(n_right)

@@ -1,7 +1,7 @@
-"""The batch step: make room, decode, keep what is accepted, write back what is full.
+"""The batch step: make room, decode, keep accepted tokens, write back full chunks.
 
 The order of these lines makes a step safe. Wherever Ctrl-C, a full pool or an error cuts it off, every token is either
-in the history or pending, and the next step first removes what this one left behind (`PooledSequence.recover`).
+in the history or pending, and the next step first removes its leftovers (`PooledSequence.recover`).
 
 The tokens of a draft are decoded first. Their logits then say how many are accepted, and `keep` keeps these:
 
@@ -27,10 +27,10 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 class Part:
     """The tokens of a sequence in a batch, (n,) int32.
 
-    draft: whether tokens after the first may be rejected. These leave no trace: they are not in the ledger, and no chunk is
-    sealed for them.
-    accepted: how many tokens of a draft are accepted, and the token that follows them (None: the text ends, or it is not
-    known). Always replaced whole, because a step can be cut off anywhere. None: not known yet.
+    draft: whether tokens after the first may be rejected. Rejected tokens leave no trace: they are not in the ledger, and no
+    chunk is sealed for them.
+    accepted: the number of accepted tokens, and the token that follows them (None: the text ends, or the token is unknown).
+    Always replaced as one tuple, because a step can be cut off anywhere. None: not known yet.
     """
 
     sequence: PooledSequence
@@ -40,15 +40,15 @@ class Part:
 
 
 def advance(parts: Sequence[Part], outputs: int = native.LAST) -> list[Paged | None]:
-    """Decode one batch of one sequence or of several, and keep all tokens but those of drafts. Returns each one's moves.
+    """Decode one batch of one or several sequences, and keep all tokens except drafts. Returns the moves of each sequence.
 
-    outputs: which tokens of a single sequence get logits; all of several do.
+    outputs: which tokens of a single sequence get logits; with several sequences, all do.
 
-    Raises PoolError, HostMemoryError, Interrupted and NativeError. A draft that is not kept then is undone by the next
-    step: its first token is still pending.
+    Raises PoolError, HostMemoryError, Interrupted and NativeError. The next step undoes a draft that was not kept; its first
+    token is still pending.
     """
     first = parts[0].sequence
-    first.recover()  # and the trials of all sequences end: a batch may need their blocks
+    first.recover()  # ends the trials of all sequences, too: a batch may need their blocks
     places = [part.sequence.n_tokens for part in parts]
     plans = _make_room(parts)
     if len(parts) == 1:
@@ -69,7 +69,7 @@ def advance(parts: Sequence[Part], outputs: int = native.LAST) -> list[Paged | N
 
 
 def _make_room(parts: Sequence[Part]) -> list[Plan | None]:
-    """Make room in the pool for the batch. Returns the moves of each part, None without a pool."""
+    """Make room in the pool for the batch. Returns the moves of each part; None without a pool."""
     plans: list[Plan | None] = []
     n_blocks = n_records = 0  # taken by the parts before
     for part in parts:
@@ -87,7 +87,7 @@ def _make_room(parts: Sequence[Part]) -> list[Plan | None]:
 
 
 def keep(part: Part) -> None:
-    """Keep those tokens of a decoded draft that are accepted. Without an answer yet, nothing is kept."""
+    """Keep the accepted tokens of a decoded draft; nothing while `accepted` is None."""
     if part.accepted is None:
         return
     sequence, (n, following) = part.sequence, part.accepted
@@ -102,12 +102,11 @@ def keep(part: Part) -> None:
 def advance_exactly(
     part: Part, outputs: int = native.LAST, *, more: bool = False, beside: Beside | None = None
 ) -> Paged | None:
-    """Decode a part, at most a batch of `exact`, against everything before it. Returns what moved.
+    """Decode a part, at most a batch of `exact`, against everything before it. Returns the moves.
 
-    Keeps all tokens, but not those of a draft: keep_exactly() does. The pool then holds the chunk that is being written;
-    settle_in() brings in others. outputs: as for advance(). more: another batch follows at once; only the last one of a pass
-    waits for the devices, and changes the pool. Whatever comes between ends the pass first (PooledSequence.recover). beside: see
-    ExactReader.decode().
+    Keeps all tokens except drafts, which keep_exactly() keeps. The pool then holds the chunk being written; settle_in() pages in
+    others. outputs: as for advance(). more: another batch follows at once. Only the last batch of a pass waits for the devices and
+    changes the pool. Any other call ends the pass first (PooledSequence.recover). beside: see ExactReader.decode().
 
     Raises PoolError, HostMemoryError, Interrupted and NativeError.
     """
@@ -116,7 +115,7 @@ def advance_exactly(
     start, exact, pager = sequence.n_tokens, sequence.reads_exactly, sequence.paged
     plan, records = pager.prepare(len(tokens), passing=passing)
     if not sequence.trying:
-        beside = None  # what was cut off elsewhere has ended the trial
+        beside = None  # recovery of another sequence has ended the trial
     try:
         sequence.checking = beside is not None
         exact.decode(sequence.ctx, tokens, start, records, outputs, more=more, beside=beside)
@@ -129,7 +128,7 @@ def advance_exactly(
 
 
 def _go_on(sequence: PooledSequence) -> bool:
-    """Begin an exact batch. Returns whether it follows the last one of its pass, and nothing came between."""
+    """Begin an exact batch. Returns whether it continues the pass of the previous one."""
     alone = all(s.steady for s in sequence.peers if s is not sequence)
     whole = alone and (sequence.whole or not sequence.trying)
     passing = sequence.passing and not sequence.consistent and whole
@@ -140,8 +139,8 @@ def _go_on(sequence: PooledSequence) -> bool:
 
 
 def keep_exactly(part: Part, *, more: bool = False) -> None:
-    """Keep those tokens of a part that are accepted, as keep() does, after advance_exactly(). more: a trial goes on, and the pool
-    stays behind.
+    """Keep the accepted tokens of a part, as keep() does, after advance_exactly(). more: a trial continues, and the pool is
+    brought up to date later.
     """
     if part.accepted is None:
         return
@@ -153,7 +152,9 @@ def keep_exactly(part: Part, *, more: bool = False) -> None:
     if sequence.n_exact == start:
         sequence.n_exact = start + n
     if more:
-        sequence.paged.passed(min(sequence.reads_exactly.n_whole, sequence.n_tokens))  # the rest may be a draft's
+        sequence.paged.passed(
+            min(sequence.reads_exactly.n_whole, sequence.n_tokens)
+        )  # later rows may be rejected drafts
         sequence.passing, sequence.whole = True, sequence.trying
     else:
         sequence.arrive()

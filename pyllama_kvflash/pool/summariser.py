@@ -34,7 +34,7 @@ class Summariser:
     def use(self, kind: str | None, chunks: Sequence[int]) -> None:
         """Keep summaries of this kind from now on, starting with these chunks. None: keep none.
 
-        Raises UnsupportedError (the keys of this model have another form) and HostMemoryError.
+        Raises UnsupportedError (the model's keys have an unsupported form) and HostMemoryError.
         """
         self.finish()
         self.summaries = None
@@ -47,13 +47,13 @@ class Summariser:
         self.summaries = summaries
 
     def expect(self, n: int) -> None:
-        """Announce n chunks in all: the memory for their summaries is taken meanwhile."""
+        """Announce n chunks in all: a thread allocates the memory for their summaries."""
         if self.summaries is not None:
             with suppress(RuntimeError):  # no memory for a thread: reserve() takes what it needs
                 (self._threads or self._worker).submit(_try_reserve, self.summaries, n)
 
     def reserve(self, n: int) -> None:
-        """Take the memory for n chunks. Raises HostMemoryError."""
+        """Allocate the memory for n chunks. Raises HostMemoryError."""
         if self.summaries is not None:
             _reserve(self.summaries, n)
 
@@ -82,17 +82,17 @@ class Summariser:
         return list(self._pending)
 
     def collect(self) -> None:
-        """Forget the summaries that are done. Raises what went wrong with them."""
+        """Forget finished summaries. Raises their errors."""
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
 
     def finish(self) -> None:
-        """Wait for all summaries under way. Raises what went wrong with them."""
+        """Wait for all summaries under way. Raises their errors."""
         while self._pending:
             self._pending.popleft().result()
 
     def give_up(self) -> None:
-        """Wait for all summaries under way, and ignore their errors: a step was cut off, and has reported it."""
+        """Wait for all summaries under way, and ignore their errors: the step that was cut off has reported them."""
         while self._pending:
             self._pending.popleft().exception()
 
