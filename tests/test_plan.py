@@ -217,10 +217,6 @@ def test_the_command_runs(tmp_path: Path) -> None:
         _, *command = shlex.split(way["command"].replace("long.txt", shlex.quote(str(text))))
         stats = json.loads(good(*command, "-n", "2", "--json").stdout)["stats"]
         assert (stats["n_pool"], stats["n_ctx"]) == (way["n_pool"], 65_536)
-        assert (
-            shlex.split(good("plan", "--headroom", "0", "--memory", memory, "-c", "64K").stdout.splitlines()[-1])[1:3]
-            == command[:2]
-        )
 
 
 def test_text_names_each_way_and_marks_the_one_to_take() -> None:
@@ -246,7 +242,6 @@ def test_text_names_each_way_and_marks_the_one_to_take() -> None:
             ("nothing that is worth running fits: for the nearest (", "GPU lacks ", "smaller quantisation"),
         ),
         (("--memory", "8G", "--ram", "1M"), ("nothing that is worth running fits: ", "RAM lacks")),
-        (("--memory", "lots"), ("'lots' is not a size",)),
         (("--memory", "1.5"), ("'1.5' is not a size",)),
         (("--memory", "8"), ("'8' is a size in bytes: give it a unit, such as 8G",)),
         (("--memory", "-5"), ("--memory is -5: give a size such as 12G",)),
@@ -357,11 +352,11 @@ def test_states_are_where_the_cache_is(tiny_path: Callable[[str], Path], name: s
     assert host["states"] == sum(need["states"] for need in found["f16"]["needs"]) > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35", "gpt-oss", "deepseek2", "mamba", "qwen4exp"])
+@pytest.mark.parametrize("name", ["gemma4", "deepseek2", "qwen4exp"])
 def test_every_kind_of_memory_has_a_plan(tiny_path: Callable[[str], Path], name: str) -> None:
     """One that cannot be pooled has the full cache alone."""
     found = planned(str(tiny_path(name)), "--memory", "2G", "-c", "4K")
     pools = [way for way in found["ways"] if way["kind"] == "pool"]
-    assert bool(pools) == (name not in {"mamba", "qwen4exp"})
+    assert bool(pools) == (name != "qwen4exp")
     assert all(way["n_pool"] < 4096 for way in pools)
     assert all(way["fits"] for way in found["ways"])

@@ -217,7 +217,7 @@ class AnswerLine:
         self._began = 0.0
 
     def __call__(self, event: Event) -> None:
-        """Show an event, if it is of the answer. No other bar may be moving then."""
+        """Show an answer event. No other bar may be moving then."""
         if self._hidden:
             return
         if isinstance(event, Checked):

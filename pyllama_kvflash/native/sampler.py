@@ -159,7 +159,7 @@ class Sampler:
     """A chain built from a Sampling, as llama.cpp builds it: biases, the samplers in their order, and a draw."""
 
     def __init__(self, sampling: Sampling, model: Model) -> None:
-        """Raises UsageError (the grammar is none, or there is one with ignore_eos; a bias is of no token of the model)."""
+        """Raises UsageError (the grammar is invalid, or combined with ignore_eos; a bias names an unknown token)."""
         check_ends(sampling)
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         self._handle: Any = ffi.gc(chain, lib.llama_sampler_free)

@@ -173,7 +173,7 @@ def full_cache(memory: Sequence[DeviceMemory], n_ctx: int) -> tuple[bool, str]:
     if n_ctx <= AUTO_FULL:
         return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size}"
     return False, (
-        f"auto: the full cache of {n_ctx:,} tokens would fit, with {size}; a pool decodes faster, the longer the more, and long"
+        f"auto: the full cache of {n_ctx:,} tokens would fit, with {size}; a pool decodes faster, by more as the context grows, and long"
         " answers are further from the full cache's (`pool` off)"
     )
 

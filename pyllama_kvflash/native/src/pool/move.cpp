@@ -63,7 +63,7 @@ kvf_mover::kvf_mover(const std::vector<piece> & pieces, size_t record_bytes) : r
             }
         }
 
-        // goes on a run of equal copies, if it is as far from its last one as that is from the one before
+        // extends a run of equal copies if the stride matches
         auto & runs = p->runs;
         auto   r    = std::find_if(runs.rbegin(), runs.rend(), [&](const run & r) { return r.size == piece.size; });
         bool   fits = r != runs.rend();
