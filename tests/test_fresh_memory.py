@@ -130,8 +130,7 @@ def test_nothing_is_kept_free_without_codes(
     assert not any(need.coarse for need in found)
 
 
-@pytest.mark.parametrize("policy", ["fresh", "lru"])
-@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
+@pytest.mark.parametrize(("name", "policy"), [("qwen3", "lru"), ("gemma4", "fresh")])
 def test_no_more_is_taken_than_is_planned(tiny_path: Callable[[str], Path], name: str, policy: str) -> None:
     """Wherever codes are here: little less once nearly the whole context has some."""
     options: dict[str, Any] = {"n_ctx": 4096, "pool": 1024, "n_threads": 1, "policy": policy, "coarse": "4"}

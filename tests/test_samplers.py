@@ -288,9 +288,7 @@ def test_an_answer_that_does_not_end(kv: KVFlash) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"temperature": 0.0, **DRY},
         {"dry_multiplier": 2.0, "xtc_probability": 0.5},
-        {"mirostat": 1},
         {"mirostat": 2},
     ],
     ids=str,
