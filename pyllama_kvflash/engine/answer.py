@@ -1,4 +1,4 @@
-"""An answer as it grows: which token ends it, and which of its text can be shown."""
+"""An answer as it grows: where it ends, and how much of its text can be shown."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,11 +8,11 @@ from pyllama_kvflash.native import Model, Tokens
 from pyllama_kvflash.text import TextStream
 
 MAX_ANSWER = 2**31 - 1  # tokens
-_TAIL = 8  # tokens that have a character's bytes: of four, and special ones among them
+_TAIL = 8  # tokens that surely contain a whole character: its four bytes, with special tokens between them
 
 
 def check_max_tokens(max_tokens: int, least: int = 0) -> None:
-    """Raise UsageError unless max_tokens is a number of tokens from `least` on, or -1."""
+    """Raise UsageError unless max_tokens is at least `least` and at most MAX_ANSWER, or -1."""
     if max_tokens != -1 and not least <= max_tokens <= MAX_ANSWER:
         msg = f"{out_of_range(max_tokens, least, MAX_ANSWER, '`max_tokens`')}, or -1, which continues until the context is full"
         raise UsageError(msg)
@@ -29,7 +29,7 @@ class Answer:
         self, model: Model, max_tokens: int, n_ctx: int, stop: Sequence[str], preserved: Collection[int] = ()
     ) -> None:
         """max_tokens: the most tokens of the answer; -1: no limit, 0: the prompt is only read. n_ctx: positions of the context.
-        preserved: special tokens that are text of the answer.
+        preserved: special tokens that are shown as text.
 
         Raises UsageError.
         """
@@ -45,7 +45,7 @@ class Answer:
         self._shown: list[Token] = []
 
     def take(self, token: int, pos: int, probs: Probs | None = None) -> bool:
-        """Take one more token, which will be decoded at pos. Returns whether the answer continues. probs: how likely it was."""
+        """Append a token, which will be decoded at pos. Returns whether the answer continues. probs: its probability."""
         self.token = None
         if self._model.is_eog(token):
             self.reason = "eos"
@@ -74,18 +74,18 @@ class Answer:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended it; None: none did."""
+        """The stop string that ended the answer, or None."""
         return self._text.stop
 
     def go_on(self, tokens: Tokens, token: int) -> None:
-        """Go on with an interrupted answer after `token`, which comes after `tokens` (n,) int32.
+        """Continue an interrupted answer after `tokens` (n,) int32 and `token`.
 
-        A character that it ended in the middle of is shown once it is complete.
+        If it was interrupted within a character, that is shown once it is complete.
         """
         self.token = token
         before = [*tokens[-_TAIL:].tolist(), token]
         self._text.go_on(b"".join(self._model.piece(t, special=t in self._preserved) for t in before))
 
     def flush(self) -> str:
-        """Return the text held back until now, without half a character if the answer can continue."""
+        """Return the text held back so far, without an incomplete character if the answer can continue."""
         return self._text.flush(goes_on=self.reason not in {"eos", "stop"})

@@ -1,4 +1,4 @@
-"""Warn, once for each sequence, of threads that wait for cores which other programs use."""
+"""Warn, once per sequence, if threads wait for cores that other programs use."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -9,11 +9,11 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.cores import CoreWatch
 
 _TASKS = Path("/proc/self/task")
-_LONG_S = 60.0  # seconds that threads work on a prompt, before it is worth a word
+_LONG_S = 60.0  # seconds of work on a prompt before a warning is worthwhile
 
 
 class Cores:
-    """Watches the threads of a sequence's steps. With a GPU, or with one thread, there is nothing to say.
+    """Watches the threads of a sequence's steps. With a GPU, or with one thread, it never warns.
 
     on_cpu: whether no layer is computed on a GPU.
     """
@@ -27,11 +27,11 @@ class Cores:
         self._batches = CoreWatch() if watched else None
 
     def after_step(self) -> list[Warn]:
-        """Return a warning if it is time for it."""
+        """Return a warning if one is due."""
         return self._look(self._steps) if self._steps and self._steps.due() else []
 
     def after_batch(self) -> list[Warn]:
-        """Return a warning if a prompt takes long, and it is time for it. A batch of it takes so long that each is looked at."""
+        """Return a warning if a prompt takes long and one is due. Looks after each batch, because batches take long."""
         return self._look(self._batches, _LONG_S) if self._batches and not self._batches.over else []
 
     def _look(self, watch: CoreWatch, *least: float) -> list[Warn]:
@@ -49,9 +49,7 @@ class Cores:
 
 
 def thread_times() -> tuple[float, float] | None:
-    """Return the seconds that the threads of this process worked, and that they waited for a core. None: the system does not
-    say.
-    """
+    """Return the seconds that this process's threads worked, and the seconds that they waited for a core; None if unknown."""
     worked = waited = 0
     with suppress(OSError):
         for task in _TASKS.iterdir():

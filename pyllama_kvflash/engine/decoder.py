@@ -1,4 +1,4 @@
-"""The decoder of one sequence: it decodes batches, lets a drafter read along, and has chunks chosen in between."""
+"""The decoder of one sequence: it decodes batches, feeds the drafter, and has the selector choose chunks in between."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,18 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.speculation import Drafts
 from pyllama_kvflash.pool.step import Part, advance, advance_exactly, keep, keep_exactly
 
-_ROUNDS = 3  # most times that one token is decoded again
-_OPENING_DRAFT = 8  # tokens that are drafted at a time at the beginning of an answer
+_ROUNDS = 3  # the most times that one token is decoded again
+_OPENING_DRAFT = 8  # tokens of a draft in the opening of an answer
 
 
 class Decoder:
-    """Decodes the tokens of one sequence: prompts in batches, answers token by token or with guesses."""
+    """Decodes the tokens of one sequence: prompts in batches, answers token by token or with drafts."""
 
     def __init__(
         self, sequence: PooledSequence, checkpoints: Checkpoints, drafts: Drafts | None, n_batch: int, guard: Guard
     ) -> None:
-        """drafts: None without speculative decoding. n_batch: the most tokens of a batch. guard: of the engine, for callers:
-        this class does not look at it.
+        """drafts: None without speculative decoding. n_batch: the most tokens of a batch. guard: the engine's, for callers; this
+        class does not use it.
         """
         self.guard = guard
         self.sequence = sequence
@@ -42,14 +42,14 @@ class Decoder:
         self.cores = Cores(sequence.options)
         can, o = sequence.exact is not None, self._options
         self.lossless = Lossless(sequence, drafts) if can and o.lossless else None
-        # a recurrent state would have to be kept for every draft, on the device, for these few tokens
+        # every draft would keep a recurrent state on the device, too much for these few tokens
         opens = can and o.n_opening and not sequence.recurrent
         self._opening = Lossless(sequence, drafts, _OPENING_DRAFT) if opens else None
         self.meter = Meter(sequence, o.meter_share / o.n_parallel) if can and o.meter_share else None
 
     @property
     def n_batch(self) -> int:
-        """The most tokens of a batch: as many as the pool holds together with its sinks, tail and pins."""
+        """The most tokens of a batch that fits the pool beside its sinks, tail and pinned chunks."""
         sequence, n = self.sequence, self._n_batch
         if sequence.pager:
             n = min(n, sequence.pager.n_batch)
@@ -57,23 +57,23 @@ class Decoder:
 
     @property
     def _n_read(self) -> int:
-        """The most tokens of a batch of a prompt. A full cache computes `n_ubatch` at a time anyway, and on a CPU as many say soon
-        how fast it is.
+        """The most tokens of a prompt's batch. A full cache computes `n_ubatch` at a time anyway; on a CPU, such small batches show
+        progress early.
         """
         soon = self.cores.on_cpu and not self.sequence.pager
         return min(self.n_batch, self._options.n_ubatch) if soon else self.n_batch
 
     def claim(self) -> Claim:
-        """Take the sequence from whoever went on with it."""
+        """Take the sequence from its current holder."""
         return Claim(self.guard, self.sequence)
 
     @property
     def opens_losslessly(self) -> bool:
-        """Whether the first tokens of an answer see everything, and the later ones what the pool holds."""
+        """Whether only the first tokens of an answer are decoded losslessly, and later ones through the pool."""
         return self._opening is not None and not self.lossless
 
     def begin_answer(self, *, goes_on: bool) -> None:
-        """Begin an answer after the text in the context. goes_on: an interrupted answer; its opening is not extended."""
+        """Begin an answer after the text in the context. goes_on: it continues one that was interrupted; the opening stays."""
         if not goes_on:
             self.sequence.opens_until = self.sequence.n_tokens + self._options.n_opening
         for lossless in (self.lossless, self._opening):
@@ -81,12 +81,12 @@ class Decoder:
                 lossless.begin()
 
     def after_step(self) -> list[Warn]:
-        """Return the warnings that a step of an answer gave cause for."""
+        """Return the warnings of an answer's step."""
         return [*self.cores.after_step(), *(self.drafts.warnings() if self.drafts else [])]
 
     @property
     def lossless_now(self) -> Lossless | None:
-        """The lossless decoding of the next token; None: it is decoded through the pool."""
+        """The lossless decoder of the next token; None: it is decoded through the pool."""
         if not self.lossless and not self._opening:
             return None
         opening = self._opening if self.sequence.n_tokens < self.sequence.opens_until else None
@@ -118,7 +118,7 @@ class Decoder:
             raise UsageError(f"{msg} sequence at a time")
 
     def clear(self) -> None:
-        """Forget the sequence, its checkpoints, and what the drafter read. In mode fast another text is decoded through the pool."""
+        """Clear the sequence, its checkpoints and the drafter's text. Ends lossless decoding, unless `mode` asks for it."""
         if not self._options.lossless:
             self.lossless = None
         self.sequence.clear()
@@ -130,7 +130,7 @@ class Decoder:
             self.drafts.truncate(n_tokens)
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions, of checkpoints and drafter, too. Raises as KVSequence.rollback()."""
+        """Roll the sequence, checkpoints and drafter back to n_tokens positions. Raises as KVSequence.rollback()."""
         try:
             self.sequence.rollback(n_tokens)
         except UnsupportedError as err:
@@ -148,9 +148,9 @@ class Decoder:
     #
 
     def decode(self, tokens: Tokens, outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch (n,) int32, then score and move chunks if the schedule says so. Returns what happened.
+        """Decode one batch (n,) int32, then score and move chunks if the schedule says so. Returns the events.
 
-        A single token that missed much of its attention is decoded again. Raises as advance().
+        A single token is decoded again if chunks with much of its attention were out. Raises as advance().
         """
         step = Step(self, Part(self.sequence, tokens))
         if self.lossless and self._is_too_long(len(tokens)):
@@ -159,24 +159,24 @@ class Decoder:
         return [*events, *self.again(events)] if events and len(tokens) == 1 else events
 
     def _batch(self, tokens: Tokens, outputs: int = native.LAST) -> Paged | None:
-        """Decode one batch, and let a drafter read its tokens. Returns what moved."""
+        """Decode one batch, and let a drafter read its tokens. Returns the moves."""
         return _decode([Step(self, Part(self.sequence, tokens))], outputs)[0]
 
     def listen(self, n: int, *, exactly: bool = False) -> None:
-        """Before n tokens are decoded, have the drafter's features ready. exactly: against everything."""
+        """Before n tokens are decoded, switch the drafter's features on or off. exactly: they are decoded against everything."""
         if self.drafts:
             sequence = self.sequence
             self.drafts.before(sequence.reads_exactly.ctx if exactly else sequence.ctx, sequence.n_tokens, n)
 
     def heard(self, tokens: Tokens, start: int, *, exactly: bool = False) -> None:
-        """Let the drafter read tokens (n,) int32 that were decoded at position start, as far as they were kept."""
+        """Let the drafter read the kept ones of tokens (n,) int32 that were decoded at position start."""
         if self.drafts:
             sequence = self.sequence
             kept = tokens[: sequence.n_tokens - start]
             self.drafts.decoded(sequence.reads_exactly.ctx if exactly else sequence.ctx, kept, start)
 
     def _exact_batch(self, step: "Step", outputs: int, *, more: bool = False) -> Paged | None:
-        """Decode one batch against everything before it, and let a drafter read what was kept. Returns what moved.
+        """Decode one batch against everything before it, and let a drafter read the kept tokens. Returns the moves.
 
         more: see advance_exactly().
         """
@@ -194,12 +194,12 @@ class Decoder:
 
     @property
     def metered(self) -> Meter | None:
-        """The meter, if the next token sees less than the full cache has."""
+        """The meter, if the next token is decoded through a pool that lacks chunks; else None."""
         return self.meter if self.meter and not self.lossless_now and self._is_too_long(1) else None
 
     @property
     def n_exact(self) -> int:
-        """Positions, from the first, that can stay if decoding becomes lossless; those after them are to be read again."""
+        """Positions, from the first, that stay if decoding becomes lossless. Later ones must be read again."""
         return 0 if self.sequence.stateful else self.sequence.n_exact
 
     def be_lossless(self) -> None:
@@ -207,16 +207,16 @@ class Decoder:
         self.lossless = Lossless(self.sequence, self.drafts)
 
     def decode_exactly(self, step: "Step", outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch against everything before it; the pool then holds what the last token attends to, unless a trial goes
-        on there.
+        """Decode one batch against everything before it. Then page in the chunks that the last token attends to, unless a trial
+        continues in the pool.
 
-        Returns what happened. Raises as advance_exactly().
+        Returns the events. Raises as advance_exactly().
         """
         sequence, selector = self.sequence, self.sequence.selector
         behind, n_sealed = sequence.passing, sequence.paged.ledger.n_sealed
         moved = [self._exact_batch(step, outputs)]
         if not step.goes_on and (behind or sequence.paged.ledger.n_sealed > n_sealed):
-            moved.append(sequence.settle_in())  # a chunk that is full now is part of the tail
+            moved.append(sequence.settle_in())  # a chunk that became full is part of the tail
         events: list[Event] = [paged for paged in moved if paged]
         if selector:
             queries, mass = [selector.queries()], sequence.attended(1)
@@ -224,18 +224,18 @@ class Decoder:
         return events
 
     def missed(self, events: Sequence[Event]) -> bool:
-        """Return whether a token's decode brought in chunks with much of the token's attention.
+        """Return whether chunks with much of a token's attention were paged in only after its decode.
 
-        Such a token was decoded without these chunks, and should be decoded again. events: those of its decode.
+        The token was decoded without them, and should be decoded again. events: those of its decode.
         """
         selector = self.sequence.selector
         found = next((e for e in events if isinstance(e, Reselect)), None)
         return selector is not None and found is not None and selector.missed(found)
 
     def again(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Decode the last token again while it misses much of its attention, up to _ROUNDS times.
+        """Decode the last token again, up to _ROUNDS times, while chunks with much of its attention were out.
 
-        events: those of its decode. Yields those of the repeats.
+        events: those of its decode. Yields the events of the repeats.
         """
         sequence, selector = self.sequence, self.sequence.selector
         for _ in range(_ROUNDS):
@@ -255,7 +255,7 @@ class Decoder:
     #
 
     def prefill(self, tokens: Tokens, marks: Sequence[int] = ()) -> Iterator[Event]:
-        """Decode tokens (n,) int32 in batches after what is in the context; the last one gets logits. marks: see Checkpoints.
+        """Decode tokens (n,) int32 in batches after the text in the context; the last one gets logits. marks: see Checkpoints.
 
         See KVSequence.prefill.
         """
@@ -273,7 +273,7 @@ class Decoder:
                 yield from self.cores.after_batch()
 
     def _read_through_pool(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
-        """Decode tokens in batches that see what the pool holds; it is chosen anew for the last ones."""
+        """Decode tokens in batches that attend to resident chunks only. Chunks are chosen anew for the last tokens."""
         sequence, n, done = self.sequence, len(tokens), 0
         begin = time.perf_counter()
         n_tail = self._n_replayed(n)
@@ -295,7 +295,7 @@ class Decoder:
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
     def _read_exactly(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
-        """Decode tokens against everything before them, then fill the pool with what the last ones attend to."""
+        """Decode tokens against everything before them, then page in the chunks that the last ones attend to."""
         sequence, n, done = self.sequence, len(tokens), 0
         reader, start = sequence.reads_exactly, sequence.n_tokens
         begin = time.perf_counter()
@@ -305,7 +305,7 @@ class Decoder:
                 self.checkpoints.make()
             size = min(reader.n_batch, next(at for at in (*due, n) if at > done) - done)
             step, last = Step(self, Part(sequence, tokens[done : done + size])), done + size == n
-            # a state goes back to no earlier batch, should this one be cut off
+            # if this batch were cut off, a state could not be rolled back to the one before
             more = not last and not sequence.stateful
             if paged := self._exact_batch(step, native.LAST if last else native.NONE, more=more):
                 yield paged
@@ -317,7 +317,7 @@ class Decoder:
                 yield Prefill(whole, n, seconds, sequence.resident_bytes, sequence.host_bytes, exact=True)
 
     def _settle_in(self, n_last: int) -> Iterator[Event]:
-        """After an exact pass whose last batch had n_last tokens, fill the pool with what these attend to."""
+        """After an exact pass, page in the chunks that the n_last tokens of its last batch attend to."""
         sequence, selector = self.sequence, self.sequence.selector
         if paged := sequence.settle_in():
             yield paged
@@ -330,26 +330,25 @@ class Decoder:
         sequence.lay_out()
 
     def _is_too_long(self, n: int) -> bool:
-        """Return whether the sequence's share of the pool cannot hold n more tokens with all before them."""
+        """Return whether the sequence with n more tokens exceeds its share of the pool, or has a chunk out already."""
         ledger = self.sequence.paged.ledger
         return ledger.n_resident < ledger.n_chunks or ledger.n_tokens + n > ledger.n_share * ledger.chunk
 
     def _n_replayed(self, n: int) -> int:
-        """Return how many of a prompt's n tokens run again, at its end; 0 if every chunk is resident and stays so."""
+        """Return how many of a prompt's last tokens are decoded twice; 0 if every chunk is resident and stays so. n: its tokens."""
         o = self._options
-        # a sliding window can go back no further than one graph writes
+        # a sliding window can be rolled back only over the tokens of one graph
         return min(o.replay, n, self.n_batch, o.n_ubatch, o.tail * o.chunk) if self._scorer_decides(n) else 0
 
     def _scorer_decides(self, n: int) -> bool:
-        """Return whether a scorer chooses what n more tokens see.
+        """Return whether a scorer chooses chunks for n more tokens.
 
-        It does if a chunk is out, as after a rollback of a longer text, or if the sequence's share cannot hold
-        everything.
+        It does if a chunk is out, as after a rollback of a longer text, or if the text exceeds the sequence's share.
         """
         return self.sequence.selector is not None and self._is_too_long(n)
 
     def _tail(self, tokens: Tokens) -> Iterator[Event]:
-        """Decode the end of a prompt, choose the pool for it, and decode it again if chunks came in."""
+        """Decode the end of a prompt, choose chunks for it, and decode it again if any were paged in."""
         sequence, selector, start = self.sequence, self.sequence.selector, self.sequence.n_tokens
         if selector is None:
             msg = "there is no selector"
@@ -367,7 +366,7 @@ class Decoder:
             moved |= isinstance(event, Reselect) and bool(event.page_ins)
             yield event
         if moved and self._options.replay:
-            self.checkpoints.truncate(start)  # later ones are of the first time
+            self.checkpoints.truncate(start)  # later ones belong to the first decode
             for paged in (sequence.rewind(start, state), self._batch(tokens)):
                 if paged:
                     yield paged
@@ -378,10 +377,11 @@ class Decoder:
 
 
 def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> list[tuple[Tokens, int]]:
-    """Cut tokens (n,) int32 into batches. Returns each with the number of its last tokens whose queries are wanted.
+    """Cut tokens (n,) int32 into as few batches as possible. Returns each with the number of its last tokens that ask, that is,
+    whose queries are needed.
 
-    n_asking: the sum of these numbers. n_tap: the tap keeps the queries of so many tokens at the end of a graph; this makes
-    the fewest batches that allows. n_ubatch: tokens of a graph.
+    n_asking: tokens that ask, over all batches. n_tap: the tap keeps the queries of the last n_tap tokens of a graph. n_ubatch:
+    tokens of a graph.
     """
     n, n_most = len(tokens), min(n_tap, n_ubatch)
     n_first = (n_asking - 1) % n_most + 1
@@ -395,10 +395,10 @@ def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> li
 
 
 class Step:
-    """Tokens of one sequence that are decoded in one batch, perhaps with those of others.
+    """Tokens of one sequence that are decoded in one batch, perhaps with those of other sequences.
 
-    start: the position of the first of them. beside: what the pool computes while they are decoded exactly. goes_on: whether it goes
-    on with that, and takes these tokens later.
+    start: the position of the first token. beside: runs on the pool while they are decoded exactly. goes_on: whether that continues
+    after the batch; the pool then gets these tokens later.
     """
 
     def __init__(self, decoder: Decoder, part: Part) -> None:
@@ -413,9 +413,9 @@ class Step:
 
 
 def decode_each(steps: Sequence[Step], outputs: int = native.ALL) -> list[list[Event]]:
-    """Decode tokens of each of several sequences in one batch, then score and move chunks as each schedule says.
+    """Decode tokens of several sequences in one batch, then score and move chunks as each schedule says.
 
-    Returns what happened to each, in the same order. Decodes no token again. outputs: as for advance(). Raises as advance().
+    Returns the events of each, in the same order. Decodes no token again. outputs: as for advance(). Raises as advance().
     """
     moved = _decode(steps, outputs)
     res: list[list[Event]] = []
@@ -426,7 +426,7 @@ def decode_each(steps: Sequence[Step], outputs: int = native.ALL) -> list[list[E
 
 
 def _decode(steps: Sequence[Step], outputs: int) -> list[Paged | None]:
-    """Decode a batch, keep what is accepted, and let the drafters read it. Returns each one's moves."""
+    """Decode a batch, keep the accepted tokens, and let the drafters read them. Returns the moves of each sequence."""
     for step in steps:
         step.decoder.checkpoints.passed()
         if step.decoder.drafts:

@@ -18,15 +18,14 @@ from pyllama_kvflash.pool.step import Part
 
 
 class KVFlash(KVSequence):
-    """A model and its pool, with n_parallel sequences that share it. It is the first of them itself.
+    """A model and its pool, with n_parallel sequences that share it. The engine itself is the first sequence.
 
     Load one with from_file(). It is a context manager. Without a pool (`pool="off"`, or one that covers the context) it is
     llama.cpp's full cache: the control.
 
-    notes: sentences about the pool and where things are. memory: what each device holds with a full context.
+    notes: sentences about the pool and the placement of weights and KV. memory: each device's memory with a full context.
 
-    close() may come from any thread and at any time; later calls raise UsageError. An engine that nothing refers to any more is
-    closed, too.
+    close() may be called from any thread at any time; later calls raise UsageError. An engine without references is closed, too.
     """
 
     @classmethod
@@ -36,8 +35,8 @@ class KVFlash(KVSequence):
     ) -> Self:
         """Load a GGUF file. options: the fields of Options. progress: called with 0.0 to 1.0 during loading.
 
-        Raises UsageError (an option), ModelError (the file), UnsupportedError (its memory cannot be pooled) and TypeError (a
-        name that Options does not have).
+        Raises UsageError (an option), ModelError (the file), UnsupportedError (the model's cache cannot be pooled) and TypeError
+        (Options has no such field).
         """
         known = {field.name for field in fields(Options)}
         for name in options.keys() - known:
@@ -48,7 +47,7 @@ class KVFlash(KVSequence):
 
     @classmethod
     def open(cls, path: Path, options: Options, progress: Callable[[float], None] | None = None) -> Self:
-        """Load a GGUF file, with the options in one object. Raises as from_file()."""
+        """Load a GGUF file, with the options as one object. Raises as from_file()."""
         return cls(load(path, options, cls.open, progress))
 
     def __init__(self, loaded: Loaded) -> None:
@@ -61,12 +60,12 @@ class KVFlash(KVSequence):
 
     @property
     def sequences(self) -> tuple[KVSequence, ...]:
-        """All sequences. Use each as if it were alone, one call after the other; decode_each() decodes a token of several at once."""
+        """All sequences. Use each as if it were alone, one call at a time; decode_each() decodes a token of several at once."""
         return (self, *self._others)
 
     def close(self) -> None:
-        """Free the context and the model, for all sequences, after a call that another thread has under way: a batch, or a
-        token. Within a call of this thread, as in a signal handler, it returns, and the engine is closed when that call ends.
+        """Free the context and the model, for all sequences. Waits for a call of another thread: a batch, or a token. Within a call
+        of this thread, as in a signal handler, it returns at once, and the engine is closed when that call ends.
         """
         self.guard.close()
 

@@ -25,9 +25,9 @@ _AHEAD = 4096  # tokens of an answer whose host memory is taken in advance
 class Generation:
     """Reads a prompt batch by batch, then answers step by step. Several can take turns, each on its own sequence.
 
-    An error leaves it as it was before the call, which can be repeated. It has the sequence until something else begins or
-    changes that: from then on each call raises InUseError, and changes nothing. n_prompt: tokens of the prompt that were
-    read. prefill_s: seconds that took.
+    An error leaves it unchanged, and the call can be repeated. It holds the sequence until another call begins or changes
+    something there: after that, each call raises InUseError, and changes nothing. n_prompt: tokens of the prompt read so far.
+    prefill_s: the seconds of that.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Generation:
         whole: bool = False,
         marks: Sequence[int] = (),
     ) -> None:
-        """prompt: tokens (n,) int32 to read after what is in the context. If it is empty, the answer continues after the
-        pending token, or from the logits of the last token. preserved: special tokens that are text of the answer. whole:
-        the prompt takes the place of what is in the context; what both begin with stays, and is not read again. marks: positions
-        where the next prompt may leave this one, in ascending order; none: it is not known.
+        """prompt: tokens (n,) int32 to read after the text in the context. If it is empty, the answer continues after the
+        pending token, or from the logits of the last token. preserved: special tokens that are shown as text. whole: the prompt
+        replaces the text in the context; their common prefix is not read again. marks: positions where the next prompt may
+        diverge from this one, in ascending order; empty: unknown.
         """
         sequence = decoder.sequence
         model = sequence.ctx.model
@@ -56,17 +56,17 @@ class Generation:
         sampler = Sampler(sampling or Sampling(), model)
         self._writer = Writer(decoder, self.answer, sampler)
         self._claim = decoder.claim()
-        self._damage: SnapshotError | None = None  # found in what was to stay of the text
-        if whole:  # last: whatever refuses the prompt has left the text as it was
+        self._damage: SnapshotError | None = None  # found in the common prefix
+        if whole:  # last: if an earlier line refuses the prompt, the text stays
             n_kept, self._damage = keep_common(decoder, prompt)
             prompt = prompt[n_kept:]
         self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
         self._marks = marks or (self._last_graph,)
         self._reader: Iterator[Event] | None = None
-        self._guesses: Tokens | None = None  # of what follows the last token; None: not guessed yet
+        self._guesses: Tokens | None = None  # drafted after the last token; None: not drafted yet
         self._guessing_s = 0.0
         n_answer = min(max_tokens, _AHEAD) if max_tokens >= 0 else _AHEAD
-        with suppress(HostMemoryError):  # the answer may be shorter, and reading asks for the prompt's share
+        with suppress(HostMemoryError):  # the answer may be shorter; reading reserves the prompt's part
             if sequence.pager:
                 sequence.pager.expect(min(len(prompt) + n_answer, sequence.options.n_ctx - sequence.n_tokens))
         self._due = len(prompt) > 0 or sequence.pending is None  # sample a token from the last one's logits
@@ -79,17 +79,17 @@ class Generation:
         if sequence.pending is not None and not self._due:
             self.answer.go_on(sequence.tokens, sequence.pending)
             if sequence.selector is not None:
-                sequence.selector.rest()  # the pause before it is not decode time
+                sequence.selector.rest()  # do not measure the pause as decode time
         self._begin_answer()
 
     @property
     def reading(self) -> bool:
-        """Whether part of the prompt is still to be read."""
+        """Whether part of the prompt has yet to be read."""
         return self._reader is not None
 
     @property
     def _last_graph(self) -> int:
-        """Where the last graph of the prompt begins: a checkpoint there cuts none."""
+        """The start of the prompt's last graph: a checkpoint there cuts no graph."""
         start, n_ubatch = self.decoder.sequence.n_tokens, self.decoder.sequence.options.n_ubatch
         return start + max(0, len(self._text) - start - 1) // n_ubatch * n_ubatch
 
@@ -104,7 +104,7 @@ class Generation:
         return self._reader is None and self.answer.reason is not None
 
     def check(self) -> None:
-        """Raise InUseError if something else has taken the sequence."""
+        """Raise InUseError if another call has taken the sequence."""
         self._claim.check()
 
     @property
@@ -119,7 +119,7 @@ class Generation:
         return sum_stats(parts) if parts and self._began is not None else None
 
     def rest(self) -> Iterator[Event]:
-        """Read and answer to the end. A damaged text is read anew, and Ctrl-C ends the answer as it is."""
+        """Read and answer to the end. A damaged snapshot's text is read again. Ctrl-C ends the answer."""
         if self._damage:
             yield _read_again(self._damage)
         try:
@@ -134,7 +134,7 @@ class Generation:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Counts and times of the prompt and the answer until now: fields of Stats."""
+        """Counts and times of the prompt and the answer so far: fields of Stats."""
         drafts, meter = self.draft_stats, self.decoder.meter
         return {
             "n_prompt": self.n_prompt,
@@ -163,7 +163,7 @@ class Generation:
     def _next(self) -> Event | None:
         """Return the next event of reading; None at the end of the text."""
         event = next(self._reader or iter(()), None)
-        if event is None and self.decoder.sequence.n_tokens < len(self._text):  # an error has ended the reader
+        if event is None and self.decoder.sequence.n_tokens < len(self._text):  # an error ended the reader
             self.read_on()
             event = next(self._reader or iter(()), None)
         if isinstance(event, Prefill) and self._began is None:
@@ -179,12 +179,12 @@ class Generation:
         return self.answer.shown()
 
     def read_on(self) -> None:
-        """Set up reading of the rest of the text, from wherever the sequence is."""
+        """Prepare to read the rest of the text, from the sequence's last position."""
         self._reader = self.decoder.prefill(self._text[self.decoder.sequence.n_tokens :], self._marks)
 
     def recover(self, n_kept: int = 0) -> None:
-        """Forget all but the first n_kept positions of a sequence that cannot be used, and have its text read anew. The answer
-        then continues where it was. Raises InUseError.
+        """Roll a damaged sequence back to n_kept positions, and prepare to read its text again. The answer then continues where it
+        was. Raises InUseError.
         """
         self._claim.run(self._recover, n_kept)
 
@@ -221,9 +221,9 @@ class Generation:
     #
 
     def step(self, following: "Generation | None" = None) -> list[Event]:
-        """Decode the last token, perhaps with guesses, and take what comes next. Raises as Decoder.decode(), and InUseError.
+        """Decode the last token, perhaps with drafted ones, and sample the next. Raises as Decoder.decode(), and InUseError.
 
-        following: the answer whose step is the next one: it may draft while this one's draft is checked. None, or this one: none is.
+        following: the answer that takes the next step; it may draft while this one's draft is verified. None, or this one: no other.
         """
         return self._claim.run(self._step, following)
 
@@ -239,24 +239,24 @@ class Generation:
             ]
         self.prepare()
         [events] = steps.take([self.next_step(self.decoder.sequence.options.n_ubatch)])
-        found = self.compare()  # before the tokens are taken out: it may be cut off
+        found = self.compare()  # before shown(), because it may be cut off
         return [*events, *self.answer.shown(), *found, *self.decoder.after_step()]
 
     def ahead(self) -> Beside | None:
-        """Return what of the next step can be done while another answer's draft is checked; None: nothing."""
+        """Return the part of the next step that can run while another answer's draft is verified, or None."""
         lossless = None if self.reading or self.ended else self.decoder.lossless_now
         if not lossless or not self._claim.holds or self.decoder.sequence.n_tokens > self._writer.at:
             return None
         return LosslessStep(self._writer, lossless).ahead()
 
     def prepare(self) -> None:
-        """Before a step, undo one that was cut off, and begin to compare with the full cache if that is due."""
+        """Before a step, undo one that was cut off, and begin a comparison with the full cache if one is due."""
         self._writer.go_back()
         if meter := self.decoder.metered:
             meter.begin()
 
     def next_step(self, room: int) -> PlainStep:
-        """Pick the next step: drafted if there are guesses, or plain. room: the most tokens of its batch."""
+        """Return the next step: drafted if there are guesses, else plain. room: the most tokens of its batch."""
         if self.decoder.drafts:
             self._draft()
         guesses, self._guesses = self._guesses, None
@@ -274,7 +274,7 @@ class Generation:
     #
 
     def draft(self) -> bool:
-        """Guess what follows the last token, unless that is done. Returns whether the step needs its own batch."""
+        """Draft tokens after the last one, unless that is done. Returns whether the step needs its own batch."""
         return self._claim.run(self._draft)
 
     def _draft(self) -> bool:
@@ -294,9 +294,9 @@ class Generation:
         return alone and (bool(len(self._guesses)) or drafts.reads_features)
 
     def _limits(self) -> tuple[int, int]:
-        """Return the width of a batch that checks a draft, and how many of its tokens may be accepted; (1, 1): no draft.
+        """Return the width of a batch that verifies a draft, and the most of its tokens that may be accepted; (1, 1): no draft.
 
-        Within these limits each token sees the same chunks as if it were decoded alone.
+        Within these limits, each token attends to the same chunks as if it were decoded alone.
         """
         sequence, drafts = self.decoder.sequence, self.decoder.drafts
         options = sequence.options
@@ -317,8 +317,8 @@ class Generation:
     #
 
     def compare(self) -> list[Event]:
-        """After a token was chosen, compare the last ones with the full cache if there are enough. Goes over to lossless
-        decoding if they agree too seldom. Returns what happened.
+        """After a token was chosen, compare the last tokens with the full cache, once there are enough. Switches to lossless
+        decoding if they agree too seldom. Returns the events.
         """
         meter, options = self.decoder.metered, self.decoder.sequence.options
         found = meter.check() if meter else None
@@ -344,11 +344,11 @@ def _read_again(err: SnapshotError) -> Warn:
 
 
 def step_together(generations: Sequence[Generation]) -> list[list[Event]]:
-    """Decode the last token of each of several answers in one batch, perhaps with guesses, and let each take what comes next.
-    Returns what happened to each, without text.
+    """Decode the last tokens of several answers in one batch, perhaps with drafted ones, and sample each one's next token.
+    Returns the events of each, without text.
 
     Raises as decode_each(), and InUseError, before anything is decoded, if one of them has lost its sequence. An answer that
-    took no token then does so in a step of its own.
+    got no new token gets it in a step of its own.
     """
     if not generations:
         return []

@@ -1,4 +1,4 @@
-"""The one rule by which a prompt takes the place of a text: what both begin with stays, as far as the model's memory goes back."""
+"""How a new prompt replaces a text: their common prefix stays, as far as the model's memory can be rolled back."""
 
 from pyllama_kvflash.engine.decoder import Decoder
 from pyllama_kvflash.errors import Interrupted, KVFlashError, SnapshotError, UnsupportedError
@@ -7,29 +7,29 @@ from pyllama_kvflash.text import n_common
 
 
 def keep_common(decoder: Decoder, tokens: Tokens) -> tuple[int, SnapshotError | None]:
-    """Leave only what a sequence has in common with a prompt (n,) int32, less its last token, which must give logits.
+    """Keep only the common prefix of a sequence and a prompt (n,) int32. The prompt's last token is read anew, for logits.
 
-    A recurrent state, or a sliding window that was overwritten, goes back to the last checkpoint in that.
+    A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within that prefix.
 
-    Returns the number of positions, and a damage that was found. It is 0, and all is forgotten, if only BOS is the same, or
-    if the memory cannot go back (there is no checkpoint; a damaged snapshot).
+    Returns the number of positions kept, and the damage found in a snapshot, or None. Everything is cleared, and the number is
+    0, if only BOS is common, or if the memory cannot be rolled back (no checkpoint; a damaged snapshot).
     """
     n, damage = n_common(decoder.sequence.tokens, tokens[:-1]), None
     try:
         if n > 1 and (n := _go_back(decoder, n)):
             return n, None
-    except Interrupted:  # nothing is forgotten then
+    except Interrupted:  # the sequence stays as it is
         raise
     except SnapshotError as err:
         damage = err
-    except KVFlashError:  # then all is read
+    except KVFlashError:  # the whole prompt is read
         pass
     decoder.clear()
     return 0, damage
 
 
 def _go_back(decoder: Decoder, n_tokens: int) -> int:
-    """Go back to n_tokens positions, or to the last checkpoint before. Returns the positions kept; 0: there is none."""
+    """Roll back to n_tokens positions, or to the last checkpoint before. Returns the positions kept; 0: no checkpoint."""
     try:
         decoder.rollback(n_tokens)
     except UnsupportedError:

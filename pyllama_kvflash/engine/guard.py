@@ -1,4 +1,4 @@
-"""Who may use an engine: one thread at a time, for one call. And who may continue a sequence: the caller that changed it last."""
+"""One thread at a time may use an engine, for one call. Only the caller that last changed a sequence may continue it."""
 
 import atexit
 import os
@@ -18,22 +18,22 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _USE, _FREE = "use", "free"
-_LOOK_SECONDS = 0.002  # between two looks at a call that is to end
-_EXIT_SECONDS = 30.0  # for which the end of Python waits for a call, which may wait for something that never comes
+_LOOK_SECONDS = 0.002  # polling interval of close() while a call is under way
+_EXIT_SECONDS = 30.0  # when Python exits, the longest wait for a call, which may never return
 
 
 class Guard:
     """Lets one call at a time use an engine, and closes the engine between two calls.
 
-    There is no lock, which Ctrl-C could leave held: see native.noted().
+    It takes no lock, because Ctrl-C could leave it held: see native.noted().
     """
 
     def __init__(self, free: Callable[[], None], name: str) -> None:
-        """free: frees the engine, and continues where Ctrl-C has cut it off if called again; it must not lead to the guard. name:
-        of the engine, for errors.
+        """free: frees the engine; called again after Ctrl-C, it continues. It must not refer to the guard. name: the engine's, for
+        errors.
 
-        An engine without a guard is freed, too, since nobody can use it any more. What it is made of is held until then: as part
-        of the same garbage, its parts would be taken away in any order.
+        When the guard is garbage-collected, the engine is freed, too. `free` keeps the engine's parts alive until then, because the
+        garbage collector would free them in any order.
         """
         self.closed = False
         self._closing = False
@@ -49,7 +49,7 @@ class Guard:
         """Make a call that uses the engine. Raises InUseError if another one is under way, and UsageError if it is closed."""
 
         def use() -> R:
-            self.check_open()  # once more: from here on nobody else can close it
+            self.check_open()  # once more: from here on no other thread can close it
             return call(*args, **kwargs)
 
         self.check_open()
@@ -68,10 +68,10 @@ class Guard:
             raise UsageError(msg)
 
     def close(self, seconds: float | None = None) -> None:
-        """Free the engine, after a call that another thread has under way. Harmless when called again.
+        """Free the engine, after waiting for a call of another thread. Harmless when called again.
 
         Within a call of this thread, as in a signal handler, it returns at once, and the engine is freed when that call ends.
-        seconds: to wait at most; None: until the call ends.
+        seconds: the longest wait; None: until the call ends.
         """
         if os.getpid() != self._pid:
             return  # a forked process: the engine is its parent's
@@ -103,7 +103,7 @@ class Guard:
         self._abandoned.detach()
 
     def _thread(self, what: str) -> int | None:
-        """Return the thread that uses or frees the engine; None: none does."""
+        """Return the thread that uses or frees the engine, or None."""
         note = self._notes.get(what)
         return note[0] if note else None
 
@@ -115,13 +115,13 @@ def _free_here(free: Callable[[], None], pid: int) -> None:
 
 
 class Claim:
-    """A hold on a sequence, for calls that continue each other. It lasts until another call begins or changes something."""
+    """A hold on a sequence across several calls. It lasts until some other call begins or changes something."""
 
     def __init__(self, guard: Guard, sequence: PooledSequence) -> None:
         """Take the sequence from its holder."""
         self._guard = guard
         self._sequence = sequence
-        self._mark = sequence.holder = object()  # not the claim, which leads to the guard
+        self._mark = sequence.holder = object()  # not the claim, which refers to the guard
 
     @property
     def holds(self) -> bool:
@@ -138,7 +138,7 @@ class Claim:
         return self._guard.run(self._checked, call, args)
 
     def each(self, events: Iterator[R]) -> Iterator[R]:
-        """Iterate, and let others use the engine in between. Raises as run()."""
+        """Iterate; other callers may use the engine between two events. Raises as run()."""
         while (event := self.run(next, events, None)) is not None:
             yield event
 
@@ -159,7 +159,7 @@ S = TypeVar("S", bound=Guarded)
 
 
 def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Have a method use the engine as one call. Raises InUseError, and UsageError if it is closed."""
+    """Run a method as one call of the engine. Raises InUseError, and UsageError if the engine is closed."""
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -187,5 +187,5 @@ def _close_all() -> None:
     native.interrupt(True)
     for guard in [ref() for ref in _live.valuerefs()]:
         if guard is not None:
-            with suppress(Exception):  # the next one, all the same
+            with suppress(Exception):  # close the others anyway
                 guard.close(_EXIT_SECONDS)

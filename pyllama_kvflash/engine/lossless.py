@@ -1,10 +1,10 @@
-"""Lossless decoding: tokens are drafted through the pool, and checked against everything in one exact batch.
+"""Lossless decoding: tokens are drafted through the pool, and verified against everything in one exact batch.
 
-The pool drafts with the model's own weights, so most of its tokens are right (TriForce, Sun et al. 2024, arXiv:2404.11912,
-drafts from a partial cache in this way). The accepted tokens come from the exact batch alone: the text is the full cache's.
+The pool drafts with the model's own weights, so most tokens are accepted (TriForce, Sun et al. 2024, arXiv:2404.11912, drafts
+from a partial cache in this way). The accepted tokens come from the exact batch alone: the text is the full cache's.
 
-A check that streams layers mostly waits for the bus. Drafting goes on beside it (as in SparseSpec, arXiv:2512.01278): if all that is
-being checked proves right, what was drafted meanwhile is the next draft, and the pool keeps its rows.
+A check that streams layers mostly waits for the bus, so drafting continues meanwhile (as in SparseSpec, arXiv:2512.01278). If the
+check accepts everything, the tokens drafted meanwhile are the next draft, and the pool keeps their rows.
 """
 
 import time
@@ -22,25 +22,25 @@ from pyllama_kvflash.pool.exact import Beside
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.speculation import Drafts
 
-_PADDED = 16  # tokens by which batches grow that check drafts
+_PADDED = 16  # checks are padded to a multiple of so many tokens
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 class Lossless:
-    """Drafts for one sequence through its pool, and chooses how much. Report every check.
+    """Drafts for one sequence through its pool, and chooses the length of drafts. Report every check.
 
     stats: counts of the answer's drafts.
     """
 
     def __init__(self, sequence: PooledSequence, drafts: Drafts | None, n_fixed: int = 0) -> None:
-        """drafts: guess what the pool then drafts or rejects; None: it drafts token by token. n_fixed: draft so many tokens,
-        whatever the clock says: the same seed then gives the same text, to the last near tie. 0: as many as pay.
+        """drafts: proposes tokens that the pool verifies first; None: the pool drafts token by token. n_fixed: draft always this
+        many tokens, regardless of timing: the same seed then gives the same text, even at near ties. 0: the fastest number.
         """
         self.stats = DraftStats()
         self._sequence = sequence
         self._drafts = drafts
         n_most = sequence.options.n_lookahead(recurrent=sequence.recurrent)
-        if sequence.recurrent:  # some architectures' states cannot go back at all: then nothing is drafted
+        if sequence.recurrent:  # some architectures' states cannot be rolled back: they get no drafts
             n_most = min(n_most, sequence.reads_exactly.ctx.n_rollback)
         self._n_most = min(n_fixed, n_most) if n_fixed else n_most
         self._length = DraftLength([self._n_most] if n_fixed else range(n_most + 1))
@@ -52,22 +52,20 @@ class Lossless:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether drafting goes on beside a check. A state goes back to where the last check began, and no further; a scorer chooses
-        after each check.
+        """Whether drafting continues during a check. Not with a state, which can be rolled back only to the start of the last check,
+        nor with a scorer, which chooses after each check.
         """
         sequence = self._sequence
         return not (self._fixed or sequence.stateful or sequence.selector) and sequence.reads_exactly.streams
 
     def _forget(self) -> None:
-        self._at = (-1, -1)  # positions before the pending token, and that token: what is drafted follows it
+        self._at = (-1, -1)  # positions before the pending token, and that token; the draft follows it
         self._drafted: list[int] = []
-        self._tops: list[float] = []  # for each of them, the probability of the pool's first choice
-        self._n_rows = (
-            0  # the pool has so many of the pending token and those after it; below 0: it lacks accepted ones
-        )
-        self._until = 0  # the position up to which there is room for them
-        self._sampler: Sampler | None = None  # that drew them
-        self._n_checked = 0  # of them, by the check under way
+        self._tops: list[float] = []  # for each drafted token, the probability of the pool's most likely one
+        self._n_rows = 0  # rows in the pool from the pending token on; below 0: rows of accepted tokens that it lacks
+        self._until = 0  # the position up to which the pool has room for the trial
+        self._sampler: Sampler | None = None  # the sampler that drew the drafted tokens
+        self._n_checked = 0  # drafted tokens in the check under way
 
     def begin(self) -> None:
         """Begin an answer."""
@@ -85,10 +83,10 @@ class Lossless:
     #
 
     def draft(self, token: int, left: int, sampler: Sampler) -> tuple[Tokens, list[Event]]:
-        """Guess what follows `token`, the pending one, by decoding it through the pool, in a trial. At most `left` tokens may follow it.
+        """Draft after `token`, the pending one, by decoding through the pool, in a trial. left: the most tokens that may follow it.
 
-        sampler: chooses the tokens, and stays where it is. Returns as many tokens as pay, (n,) int32, or what was drafted beside the
-        last check; and what moved. Raises PoolError, HostMemoryError, Interrupted and NativeError.
+        sampler: a copy of it chooses the tokens. Returns the draft, (n,) int32, which may begin with tokens drafted during the last
+        check; and the moves. Raises PoolError, HostMemoryError, Interrupted and NativeError.
         """
         sequence, begin, length = self._sequence, time.perf_counter(), self._length.next
         n = max(0, min(length.n, left, self._room - 1))
@@ -98,7 +96,7 @@ class Lossless:
         n = min(n, max(0, self._until - sequence.n_tokens))
         self._extend(lambda: self._enough(n, length.least), guesses, time.perf_counter() - begin)
         self._n_checked = min(len(self._drafted), self._n_most)
-        n_new = self._n_checked - ahead  # the others, drafted beside the last check, cost nothing: see Lookahead
+        n_new = self._n_checked - ahead  # those drafted during the last check cost nothing: see Lookahead
         self._draft_s = (time.perf_counter() - begin) * self._n_checked / n_new if n_new > 0 else 0.0
         self._checked_tops = self._tops[: self._n_checked]
         sequence.whole = sequence.trying
@@ -106,9 +104,9 @@ class Lossless:
         return np.array(self._drafted[: self._n_checked], np.int32), events
 
     def ahead(self, token: int, n: int, sampler: Sampler) -> Beside | None:
-        """Return what to do while another sequence is checked: draft up to n tokens, as draft() does, which then continues. None: nothing.
+        """Return a function that drafts up to n tokens while another sequence is checked, or None. draft() then continues from these.
 
-        Not as many as there is time for: a GPU computes them in place of the check.
+        It does not fill the whole time of the check, because a GPU computes the draft instead of the check.
         """
         length = self._length.next
         if not self._goes_on or min(n, length.n) < 1:
@@ -117,8 +115,8 @@ class Lossless:
         def draft(done: Callable[[], bool]) -> None:
             sequence = self._sequence
             if not all(s.steady for s in sequence.peers):
-                return  # to repair them would end the trial that is checked
-            with suppress(KVFlashError):  # draft() tries it again
+                return  # a repair would end the trial that is being checked
+            with suppress(KVFlashError):  # draft() tries again
                 self._begin_draft(token, n, sampler, beside=True)
                 n_most = min(n, length.n, self._until - sequence.n_tokens)
                 self._extend(lambda: done() or self._enough(n_most, length.least))
@@ -127,12 +125,12 @@ class Lossless:
         return draft
 
     def _begin_draft(self, token: int, n: int, sampler: Sampler, *, beside: bool = False) -> None:
-        """Begin a draft of n tokens after `token`, or continue the one that there is. `whole` is False until it ends. beside: another
+        """Begin a draft of n tokens after `token`, or continue the current one. `whole` is False until it ends. beside: another
         sequence is being checked.
         """
         sequence = self._sequence
         goes_on = sequence.trying and sequence.whole and self._at == (sequence.n_tokens, token)
-        if not goes_on or not all(s.steady for s in sequence.peers):  # what repairs one ends the trials of all
+        if not goes_on or not all(s.steady for s in sequence.peers):  # a repair of one sequence ends all trials
             sequence.recover(others=False)
             self._forget()
             self._at = (sequence.n_tokens, token)
@@ -151,7 +149,7 @@ class Lossless:
         return [Paged(sequence.n_tokens, plan.drops, plan.page_ins)] if plan else []
 
     def _enough(self, n: int, least: float) -> bool:
-        """Whether a draft has n tokens, or is probably not all right. See Length."""
+        """Whether the draft has n tokens, or will probably not be accepted as a whole. See Length."""
         return len(self._drafted) >= n or self._length.all_right(self._tops) <= least
 
     def _guess(self, token: int, at_most: int) -> Tokens:
@@ -160,9 +158,9 @@ class Lossless:
         return drafts.guess(self._sequence.history, token, n) if drafts and n > 0 else _NO_TOKENS
 
     def _extend(self, enough: Callable[[], bool], guesses: Tokens = _NO_TOKENS, guessing_s: float = 0.0) -> None:
-        """Draft tokens one at a time until there are enough, or the text ends; the first ones perhaps from guesses.
+        """Draft tokens one at a time until there are enough, or the text ends. guesses: tokens to verify in the first batch.
 
-        guessing_s: seconds that the guesses took.
+        guessing_s: seconds that drafting the guesses took.
         """
         sequence, sampler = self._sequence, self._sampler
         ctx = sequence.ctx
@@ -188,11 +186,11 @@ class Lossless:
             guesses = _NO_TOKENS
 
     def _sample(self, sampler: Sampler, i: int) -> int:
-        """Draw what follows token i of the pool's last batch."""
+        """Sample a token after token i of the pool's last batch."""
         return sampler.sample(self._sequence.ctx, i)
 
     def _missing(self) -> Tokens:
-        """Return the tokens that the pool lacks, (n,) int32: perhaps the last ones accepted, the pending one, those drafted."""
+        """Return the tokens without rows in the pool, (n,) int32: accepted ones, the pending one, drafted ones, in this order."""
         sequence, n = self._sequence, self._n_rows
         before = sequence.history[n:].tolist() if n < 0 else []
         return np.array([*before, *[self._at[1], *self._drafted][max(0, n) :]], np.int32)
@@ -203,24 +201,24 @@ class Lossless:
 
     @property
     def width(self) -> int:
-        """Tokens of the batch that checks the draft: on a GPU it is padded, so that the graph stays the same."""
+        """Tokens of the batch that verifies the draft. On a GPU it is padded, so that the graph stays the same."""
         sequence, n = self._sequence, self._n_checked + 1
         if not sequence.reads_exactly.streams or sequence.recurrent:
             return n
-        # further on, it would take host memory for another chunk
+        # padding into another chunk would take host memory for it
         to_chunk = -(sequence.n_tokens + n) % sequence.options.chunk
         return min(-(-n // _PADDED) * _PADDED, n + to_chunk, self._room)
 
     def beside(self, left: int, other: Beside | None = None) -> Beside | None:
-        """Return what to do while the draft is checked, if at most `left` tokens may follow the pending one: what another sequence
-        has to do, or else draft what follows it. None: nothing.
+        """Return the work to do while the draft is verified: `other`, another sequence's, if given, else to draft on. None: nothing.
+        left: the most tokens that may follow the pending one.
         """
         sequence = self._sequence
         if not self._goes_on or not sequence.trying:
             return None
         if other:
             return other
-        # the token after those that are checked is the check's own
+        # the check itself yields the token after those that it verifies
         n_most = min(self._n_checked + 1 + self._n_most, left, self._until - sequence.n_tokens)
 
         def draft(done: Callable[[], bool]) -> None:
@@ -231,23 +229,23 @@ class Lossless:
         return draft
 
     def accepted(self, n: int, following: int | None) -> bool:
-        """Record that the first n of the pending token and its draft are accepted, and what follows them; None: the text ends.
+        """Record that n tokens are accepted, the pending one included. following: the token after them; None: the text ends.
 
-        Returns whether the trial goes on: all that was drafted until now may be right.
+        Returns whether the trial continues: no drafted token was rejected.
         """
         at, ahead = self._sequence.n_tokens + n, self._drafted[self._n_checked :]
         right = n == self._n_checked + 1 and ahead[:1] in ([], [following])
         if following is None or not right or not self._goes_on or self._until - at <= self._n_most:
             self._forget()
             return False
-        if not ahead:  # the draft's sampler has not drawn the check's own token
+        if not ahead:  # the draft's sampler has not drawn the token that the check yielded
             self._sampler = None
         self._at, self._drafted, self._n_rows = (at, following), ahead[1:], self._n_rows - n
         self._tops = self._tops[self._n_checked + 1 :]
         return True
 
     def checked(self, n_drafted: int, n_right: int, seconds: float) -> None:
-        """Record the check of a draft, which took `seconds`: the first n_right of its n_drafted tokens were right."""
+        """Record a check that took `seconds`, and accepted n_right of n_drafted tokens."""
         self._length.checked(n_drafted, n_right, self._draft_s, seconds, tops=self._checked_tops)
         self.stats.draft_steps += n_drafted > 0
         self.stats.plain_steps += n_drafted == 0

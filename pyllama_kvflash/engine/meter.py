@@ -1,7 +1,7 @@
-"""The meter: how often the pool gives the full cache's token.
+"""The meter: how often the pool predicts the same token as the full cache.
 
-Now and then a few tokens in a row are computed once more, against everything. That pass leaves no trace, so the text is the
-same with the meter and without. It takes the rows of earlier tokens of the answer as the pool made them.
+From time to time, a few consecutive tokens are computed again, against everything. That pass changes nothing, so the text is the
+same with and without the meter. It uses the rows of earlier answer tokens as the pool computed them.
 """
 
 import math
@@ -17,37 +17,37 @@ from pyllama_kvflash.policy.checks import Checks
 from pyllama_kvflash.pool.sequence import PooledSequence
 
 N_CHECKED = 16
-"""Tokens of a check: of fewer, most of the time would go into reading the cache."""
+"""Tokens of a check. With fewer, most of the time would go into reading the cache."""
 
 Logits = npt.NDArray[np.float32]
 
 
 class Meter:
     """Checks the tokens of one sequence. Call `begin` before a token is decoded, `saw` when the next one is chosen, and
-    `check` when nothing of the batch is needed any more.
+    `check` when the batch's logits are no longer needed.
 
     stats: counts of the answer.
     """
 
     def __init__(self, sequence: PooledSequence, share: float) -> None:
-        """share: the largest share of the time that checks may take, 0 to 1; of prompts, too."""
+        """share: the largest share of the total time, prompts included, that checks may take, 0 to 1."""
         self.stats = MeterStats()
         self.checks = Checks(share, min(N_CHECKED, sequence.reads_exactly.n_batch))
         self._sequence = sequence
         self._start = 0
-        self._state: StateBytes = b""  # what no chunk holds, at _start
-        self._rows: list[Logits] | None = None  # logits of the tokens from _start on; None: no check was begun
+        self._state: StateBytes = b""  # the state outside chunks, at _start
+        self._rows: list[Logits] | None = None  # logits of the tokens from _start on; None: no check is under way
         self._since: float | None = None
 
     def reset(self, prefill_s: float) -> None:
-        """Begin an answer, whose prompt took prefill_s."""
+        """Begin an answer. prefill_s: seconds that its prompt took."""
         self.stats = MeterStats()
         self.checks.forget()
         self.checks.passed(prefill_s)
         self._rows = self._since = None
 
     def begin(self) -> None:
-        """Begin to check with the token that is decoded next, if a check is due."""
+        """If a check is due, begin it with the token that is decoded next."""
         now, sequence = time.perf_counter(), self._sequence
         if self._since is not None:
             self.checks.passed(now - self._since)
@@ -58,16 +58,16 @@ class Meter:
             self.checks.began(time.perf_counter() - now)
 
     def saw(self, pos: int, i: int) -> None:
-        """Note the logits of token i of the last batch, at position pos: -1, its last one."""
+        """Note the logits of token i of the last batch (-1: its last token), at position pos."""
         if self._rows is None or len(self._rows) == self.checks.n:
             return
         if pos == self._start + len(self._rows):
             self._rows.append(self._sequence.ctx.logits(i))
         else:
-            self._rows = None  # some were taken back
+            self._rows = None  # tokens were rolled back
 
     def check(self) -> Checked | None:
-        """Compare the tokens since begin() with the full cache, if there are enough. Returns what was found.
+        """Compare the tokens since begin() with the full cache, once there are enough. Returns the result, or None.
 
         Raises Interrupted, SnapshotError and NativeError.
         """
@@ -90,8 +90,8 @@ class Meter:
 
 
 def _compare(full: Logits, pool: Sequence[Logits]) -> tuple[int, float]:
-    """Return at how many tokens both, (n, n_vocab), find the same one most likely, and the sum of KL(full || pool), in
-    nats. Row by row in f32, because a vocabulary is large: sixteen rows of 152K take 10 ms so, and 190 in f64.
+    """Return the number of rows with the same most likely token, and the sum of KL(full || pool) in nats. full, pool: logits
+    (n, n_vocab). Computed row by row in f32, because vocabularies are large: 16 rows of 152K take 10 ms, and 190 ms in f64.
     """
     agreed, kld = 0, 0.0
     for row, other in zip(full, pool, strict=True):

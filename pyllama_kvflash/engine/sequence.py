@@ -35,14 +35,14 @@ Prompt = str | bytes | Sequence[int] | Tokens
 
 
 class KVSequence:
-    """A sequence of up to n_ctx positions, of which the pool keeps n_pool on the device: one of KVFlash.sequences.
+    """One of KVFlash.sequences: up to n_ctx positions, of which the pool keeps some on the device.
 
-    seq: its number. model: its tokens and metadata. options: those of the engine. n_pool: cells of the pool, which all
+    seq: its number. model: its vocabulary and metadata. options: those of the engine. n_pool: cells of the pool, which all
     sequences share; None: the full cache. warnings: sentences for the user.
 
-    Several threads may use it, one after the other: a call while another thread's is under way raises InUseError. A
-    generate() or prefill() that continues after something else has begun or changed its sequence raises InUseError, and
-    changes nothing.
+    Several threads may use it, one after the other: a call during another thread's call raises InUseError. If another call begins
+    or changes something in the sequence, a generate() or prefill() under way raises InUseError at its next step, and changes
+    nothing.
     """
 
     def __init__(self, loaded: Loaded, guard: Guard, seq: int = 0) -> None:
@@ -77,24 +77,24 @@ class KVSequence:
     ) -> Iterator[Event]:
         """Read a prompt and produce up to max_tokens tokens (-1: until the context is full; 0: only read). Yields typed events.
 
-        prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. It takes the place of what
-        the sequence holds. What both begin with stays and is not read again: a second question about the same text reads the
-        question only. `Stats.n_prompt` counts the tokens read: at least one, since the last one gives logits. All is read
-        if only BOS is the same. A recurrent state, or a sliding window that was overwritten, goes back to the last checkpoint
-        in what is the same, see rollback(); without one, all is read. Call clear() first to have all read anew.
+        prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. It replaces the sequence's text.
+        Their common prefix stays and is not read again: a second question about the same text reads only the question.
+        `Stats.n_prompt` counts the tokens read: at least one, since the last one gives logits. The whole prompt is read if only BOS
+        is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the prefix, see
+        rollback(); without a checkpoint, the whole prompt is read. Call clear() first to read everything anew.
 
-        What stays is as it was computed. Batches then begin elsewhere than in a fresh prompt, so logits may differ from those
-        of a fresh one by rounding. Tokens of an earlier answer that stay, as in a chat, were decoded by what the pool held.
-        With `prefill` "pool", so was the text itself: what stays saw chunks that were chosen for the earlier prompt. If
-        decoding has become lossless (`min_agreement`), it stays so while a part of the text stays.
+        The prefix stays as it was computed. Batches then begin at other positions than in a fresh prompt, so logits may differ by
+        rounding. Tokens of an earlier answer in the prefix, as in a chat, were decoded through the pool. With `prefill` "pool", the
+        whole prefix was: it attended to chunks chosen for the earlier prompt. If decoding has become lossless (`min_agreement`), it
+        remains so while part of the text stays.
 
         append: keep the context and the last token produced, and read the prompt after them. With an empty prompt, the answer
-        continues as if it had not been interrupted: a character that it ended in the middle of comes with the text that follows.
-        stop: strings that end the text and are not shown. It begins, and takes the sequence, when its first event is asked
-        for.
+        continues as if it had not been interrupted: if it ended within a character, that comes with the following text.
+        stop: strings that end the text and are not shown. The generator takes the sequence, and begins, when its first event is
+        requested.
 
         Raises UsageError (the prompt is empty, too long, not Unicode text or not in the vocabulary; max_tokens, stop,
-        sampling), and HostMemoryError if `host_limit` does not allow the prompt: the sequence then is as it was. Also raises
+        sampling), and HostMemoryError if the prompt exceeds `host_limit`; the sequence is then unchanged. Also raises
         InUseError, PoolError, HostMemoryError and NativeError.
         """
         yield from self._run(prompt, sampling, append=append, max_tokens=max_tokens, stop=stop)
@@ -118,15 +118,15 @@ class KVSequence:
         stop: Sequence[str] = (),
         template: str | None = None,
     ) -> Iterator[Event]:
-        """Answer a conversation, in the chat template of the model. Yields the events of generate().
+        """Answer a conversation, with the model's chat template. Yields the events of generate().
 
-        messages: as OpenAI's, `{"role": "user", "content": "..."}`; roles are system, user and assistant. If the last one
-        is the assistant's, the answer continues it. Give all messages each time: only what is new is read, see generate().
-        The answer is not added to them. max_tokens, sampling, stop: as for generate(). template: Jinja source that takes the
-        place of the model's own. A model without either is given lines "role: text", whose next one ends the answer, and a
+        messages: as OpenAI's, `{"role": "user", "content": "..."}`; roles are system, user and assistant. If the last message
+        is the assistant's, the answer continues it. Give all messages each time: only new text is read, see generate().
+        The answer is not added to them. max_tokens, sampling, stop: as for generate(). template: Jinja source that replaces the
+        model's own. Without any template, messages become lines "role: text", the start of another line ends the answer, and a
         Warn says so.
 
-        Raises UsageError (a message, or what the template refuses), and what generate() raises.
+        Raises UsageError (an invalid message, or one that the template refuses), and the errors of generate().
         """
         from pyllama_kvflash.chat.engine import ChatTemplate, check_messages  # noqa: PLC0415 (slow)
 
@@ -159,19 +159,19 @@ class KVSequence:
         preserved: Collection[int] = (),
         marks: Sequence[int] = (),
     ) -> Generation:
-        """Return a Generation: generate() step by step, for callers that take turns. tokens: (n,) int32, read after
-        what is in the context. preserved: special tokens that are text of the answer, and not left out. marks: positions where
-        the next prompt may leave this one, such as the begins of messages.
+        """Return a Generation: generate() step by step, for callers that take turns. tokens: (n,) int32, read after the text in the
+        context. preserved: special tokens that are shown as text. marks: positions where the next prompt may diverge from this one,
+        such as the starts of messages.
         """
         return Generation(
             self.decoder, tokens, max_tokens=max_tokens, sampling=sampling, stop=stop, preserved=preserved, marks=marks
         )
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
-        """Decode tokens (n,) in batches after what is in the context; the last one gets logits.
+        """Decode tokens (n,) in batches after the text in the context; the last one gets logits.
 
-        Chooses the pool anew for the last tokens, which then run again (tail replay). Yields
-        Paged, Reselect, Warn and Prefill. Raises as generate().
+        Chooses chunks anew for the last tokens, which are then decoded again (tail replay). Yields Paged, Reselect, Warn and
+        Prefill. Raises as generate().
         """
         ids = self.model.ids(tokens)
         yield from self.guard.run(self._claimed, len(ids)).each(self.decoder.prefill(ids))
@@ -183,11 +183,11 @@ class KVSequence:
 
     @guarded
     def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch (n,), at most n_batch tokens, after what is in the context; then repage as scheduled.
+        """Decode one batch (n,), at most n_batch tokens, after the text in the context; then repage as scheduled.
 
-        outputs: which tokens get logits (native.NONE, LAST, ALL). Returns what happened: Paged, Reselect, Warn. Raises
-        UsageError (the context is full, a token is not in the vocabulary), InUseError, PoolError, HostMemoryError, Interrupted and NativeError, and leaves
-        the sequence as it was before.
+        outputs: which tokens get logits (native.NONE, LAST, ALL). Returns the events: Paged, Reselect, Warn. Raises UsageError
+        (the context is full, a token is not in the vocabulary), InUseError, PoolError, HostMemoryError, Interrupted and
+        NativeError; the sequence is then unchanged.
         """
         ids = self.model.ids(tokens)
         self._claimed(len(ids))
@@ -195,18 +195,18 @@ class KVSequence:
 
     @guarded
     def clear(self) -> None:
-        """Forget the sequence and its records; pins stay. The next prompt is read from its first token."""
+        """Clear the sequence and its records; pins stay. The next prompt is read from its first token."""
         self.decoder.claim()
         self.decoder.clear()
 
     @guarded
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions, and bring back the last chunks of these if they are out.
+        """Keep the first n_tokens positions, and page in the last chunks of these if they are out.
 
-        logits() is out of date until the next decode. A recurrent state, or a sliding window that was overwritten, goes back
-        only to a checkpoint: UnsupportedError names the last one before n_tokens. Checkpoints are copies in host memory, up to
-        `checkpoint_limit`: where the messages of a conversation begin, before the end of another prompt, and every 4,096
-        tokens. keep_common() finds the best one.
+        logits() is out of date until the next decode. A recurrent state, or an overwritten sliding window, can be rolled back only
+        to a checkpoint: UnsupportedError names the last one before n_tokens. Checkpoints are copies in host memory, up to
+        `checkpoint_limit`: at the starts of a conversation's messages, before the end of other prompts, and every 4,096 tokens.
+        keep_common() finds the best one.
         """
         self.sequence.check_kept(n_tokens)
         self.decoder.claim()
@@ -214,8 +214,8 @@ class KVSequence:
 
     @guarded
     def keep_common(self, tokens: Sequence[int] | Tokens) -> int:
-        """Keep what the sequence has in common with a prompt (n,), less its last token, as generate() does. Returns the number
-        of positions: those after the last checkpoint are not kept if the model cannot go back otherwise.
+        """Keep only the common prefix with a prompt (n,), without the prompt's last token, as generate() does. Returns the number of
+        positions kept, up to a checkpoint if the model's memory can only be rolled back to one.
         """
         ids = self.model.ids(tokens)
         self.decoder.claim()
@@ -223,8 +223,8 @@ class KVSequence:
 
     @guarded
     def expect(self, n_tokens: int) -> None:
-        """Announce n_tokens more tokens, so that host memory for their chunks is taken meanwhile and no decode waits
-        for it. Optional. Raises HostMemoryError if `host_limit` does not allow so many.
+        """Announce n_tokens more tokens, so that threads allocate host memory for their chunks and no decode waits for it. Optional.
+        Raises HostMemoryError if they exceed `host_limit`.
         """
         if self.sequence.pager:
             self.sequence.pager.expect(n_tokens)
@@ -233,18 +233,18 @@ class KVSequence:
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
         """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of its own last token.
 
-        They are as computed: NaN, if the weights are damaged or f16 overflowed. generate() raises BadLogitsError then.
+        They are not checked: damaged weights or an f16 overflow give NaN, for which generate() raises BadLogitsError.
         """
         return self.ctx.logits(i)
 
     @guarded
     def stats(self, /, **counts: Any) -> Stats:
-        """Return memory and page traffic now. counts: other fields of Stats, such as n_prompt; they are 0 if not given."""
+        """Return current memory and page traffic. counts: other fields of Stats, such as n_prompt; 0 if not given."""
         return stats_of(self._loaded, self.sequence, checkpoint_bytes=self.decoder.checkpoints.n_bytes, **counts)
 
     @property
     def summaries(self) -> Summaries | None:
-        """Summaries of the keys of sealed chunks; None without a pool, or if the scorer wants none."""
+        """Summaries of the keys of sealed chunks; None without a pool, or if the scorer needs none."""
         self.guard.check_open()
         return self.sequence.pager.summaries if self.sequence.pager else None
 
@@ -287,7 +287,7 @@ class KVSequence:
 
     @property
     def n_batch(self) -> int:
-        """The most tokens of a batch: what the pool holds beside its sinks, tail and pins."""
+        """The most tokens of a batch that fits the pool beside its sinks, tail and pinned chunks."""
         return self.decoder.n_batch
 
     @property
@@ -298,14 +298,12 @@ class KVSequence:
     @property
     @guarded
     def resident_bytes(self) -> int:
-        """Device bytes allocated for full-attention KV: the pool, codes of all sequences and the panes, or the whole
-        context.
-        """
+        """Device bytes of full-attention KV: the pool, the codes of all sequences and the panes, or the whole context."""
         return self.sequence.resident_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes taken for records, over all sequences."""
+        """Host bytes allocated for the records of all sequences."""
         self.guard.check_open()
         return self.sequence.host_bytes
 
@@ -315,7 +313,7 @@ class KVSequence:
 
     @property
     def policy(self) -> str:
-        """Name of the scorer at work; without one "fresh" (each layer chooses) or "lru"; "full" without a pool."""
+        """The name of the current scorer; without one, "fresh" (each layer chooses) or "lru"; "full" without a pool."""
         if self.sequence.pager is None:
             return "full"
         if (guests := self.sequence.pager.guests) and guests.chooses:
@@ -324,12 +322,12 @@ class KVSequence:
 
     @property
     def scorer(self) -> Scorer | None:
-        """The scorer at work; None with lru or the full cache."""
+        """The current scorer; None with fresh, lru or the full cache."""
         return self.sequence.selector.scorer if self.sequence.selector else None
 
     @guarded
     def use(self, scorer: Scorer) -> None:
-        """Let another scorer choose from now on, on the same layers. Its summaries are made from the stored records.
+        """Replace the scorer, on the same layers. The new one's summaries are made from the stored records.
 
         Raises UsageError (there was no scorer: lru, full cache), UnsupportedError and HostMemoryError.
         """
@@ -345,7 +343,7 @@ class KVSequence:
 
     @guarded
     def reselect(self) -> Reselect | None:
-        """Score all chunks with the last token's queries, and bring back the best. None: nothing is out, or lru."""
+        """Score all chunks with the last token's queries, and page in the best. None: no chunk is out, or no scorer."""
         if self.sequence.selector is None or not self.sequence.selector.needed:
             return None
         events = list(self.sequence.reselect_now("decode", [self.sequence.queries()]))
@@ -357,7 +355,7 @@ class KVSequence:
 
     @property
     def pager(self) -> Pager:
-        """The pager (ledger, host store and moves), for code that extends this class."""
+        """The pager (ledger, host store and moves), for subclasses."""
         self.guard.check_open()
         return self.sequence.paged
 
@@ -368,25 +366,26 @@ class KVSequence:
 
     @guarded
     def pin(self, start: int, end: int) -> None:
-        """Keep positions [start, end) on the device from now on, and bring back their chunks that are out.
+        """Pin positions [start, end): keep their chunks on the device, and page in those that are out.
 
-        The range may lie ahead of what is written. Raises PoolError, and pins nothing, if too little were left to page.
+        The range may include positions not written yet. Raises PoolError, and pins nothing, if too few unpinned blocks would
+        remain.
         """
         self.sequence.pin(start, end)
 
     @guarded
     def unpin(self, start: int, end: int) -> None:
-        """Let the chunks of positions [start, end) be evicted again."""
+        """Unpin the chunks of positions [start, end)."""
         self.pager.unpin(start, end)
 
     @guarded
     def page_in(self, chunk: int) -> None:
-        """Bring a chunk back, in place of the coldest one. Harmless if it is resident. Raises PoolError."""
+        """Page in a chunk, in place of the coldest one. Harmless if it is resident. Raises PoolError."""
         self.sequence.page_in(chunk)
 
     @guarded
     def page_out(self, chunk: int) -> None:
-        """Drop a chunk from the pool; its record stays in the host store. Raises PoolError if it is protected."""
+        """Evict a chunk; its record stays in the host store. Raises PoolError if it is protected."""
         self.sequence.page_out(chunk)
 
     @guarded
@@ -401,20 +400,20 @@ class KVSequence:
     @property
     @guarded
     def identity(self) -> Identity:
-        """Identity that a snapshot must have to be restored here. Raises UsageError without a pool."""
+        """The identity that a snapshot needs to be restored here. Raises UsageError without a pool."""
         return self._saved.identity
 
     @property
     @guarded
     def checkpoints(self) -> list[int]:
-        """Numbers of positions, below n_tokens, that save() can cut the sequence to."""
+        """The positions below n_tokens at which save() can cut the sequence."""
         return self._saved.checkpoints
 
     def save(self, path: str | Path, n_tokens: int | None = None, on_record: OnRecord | None = None) -> int:
         """Write a snapshot of the first n_tokens positions (None: all). Returns its size in bytes.
 
-        The file is written under another name and renamed once it is whole. n_tokens: a multiple of the chunk; with a
-        recurrent state or a sliding window, one of `checkpoints`. on_record: called with (records done, of how many).
+        The file is written under another name and renamed once it is complete. n_tokens: a multiple of the chunk; with a
+        recurrent state or a sliding window, one of `checkpoints`. on_record: called with (records written, records in all).
 
         Raises UsageError (nothing to save, no pool, a wrong n_tokens, a file of a model in use) and SnapshotError (the
         file cannot be written).
@@ -423,20 +422,20 @@ class KVSequence:
 
     @guarded
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """Return what save() would write now, to write later or in a thread while this continues. Raises UsageError.
+        """Capture the sequence as save() would write it now, to write it later or in a thread. Raises UsageError.
 
-        It keeps the records, and can be written after close(), too.
+        The capture keeps the records, and can be written even after close().
         """
         return self._saved.capture(n_tokens)
 
     @guarded
     def restore(self, snapshot: str | Path | SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
-        """Replace the sequence by a snapshot: by all of it, or by as much as a prompt begins with, less its last token.
+        """Replace the sequence by a snapshot. prompt: restore only the common prefix with these tokens (n,), without the last one.
 
-        Returns the number of positions. Read what comes after them with generate(..., append=True), or give generate() the
-        whole prompt. With append and an empty prompt, it continues after the last token produced. Nothing is computed; records are read when needed. In a pool of the
-        same size, shared with no other sequence, all is as it was when saved. Elsewhere the hottest chunks come back, or
-        with policy "fresh" each layer chooses at the first token.
+        Returns the number of positions. Read the rest with generate(..., append=True), or give generate() the whole prompt. With
+        append and an empty prompt, the answer continues after the last token produced. Nothing is computed; records are read when
+        needed. In a pool of the same size that no other sequence shares, the sequence is restored exactly. Elsewhere the hottest
+        chunks are paged in; with policy "fresh", each layer chooses at the first token.
 
         Raises SnapshotError, with the reason, if the snapshot is damaged, or of another model, cache or text; the
         sequence is then empty. A record is checked when first used: if it is damaged, generate() reads the text anew,

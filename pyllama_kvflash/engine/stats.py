@@ -1,4 +1,4 @@
-"""The figures of a sequence: its memory, and the traffic of its pages."""
+"""The statistics of a sequence: its memory and page traffic."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 
 
 def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
-    """Return the figures of a sequence now. counts: the other fields of Stats."""
+    """Return the current statistics of a sequence. counts: the other fields of Stats."""
     kv, pager, selector = sequence.ctx.kv_bytes(), sequence.pager, sequence.selector
     room = pager.guests if pager else None
     guests = room.native.info() if room else None

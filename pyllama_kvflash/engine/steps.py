@@ -1,7 +1,7 @@
-"""Steps: the three ways in which the next tokens of an answer come.
+"""Steps: the three ways to decode the next tokens of an answer.
 
-A plain step decodes the last token. A drafted step decodes guesses of what follows with it, and keeps those that are right;
-both can share a batch with other answers. A lossless step drafts through the pool, and checks the draft against everything.
+A plain step decodes the last token. A drafted step decodes it together with drafted tokens, and keeps those that the target
+accepts. Both can share a batch with other answers. A lossless step drafts through the pool, and verifies against everything.
 """
 
 import time
@@ -20,24 +20,24 @@ from pyllama_kvflash.pool.step import Part
 
 
 class PlainStep(Step):
-    """Decodes the last token, and samples what follows it."""
+    """Decodes the last token, and samples the next one."""
 
     def __init__(self, writer: Writer) -> None:
         super().__init__(writer.decoder, Part(writer.decoder.sequence, np.array([writer.token], np.int32)))
         self.writer = writer
 
     def report(self, seconds: float) -> None:
-        """Tell the drafter that the step took so long."""
+        """Report the time of the step to the drafter."""
         if drafts := self.decoder.drafts:
             drafts.plain(seconds)
 
 
 class DraftedStep(PlainStep):
-    """Decodes the last token with guesses of what follows it, and keeps those that are right."""
+    """Decodes the last token with drafted ones, and keeps the accepted ones."""
 
     def __init__(self, writer: Writer, guesses: Tokens, width: int, guessing_s: float) -> None:
-        """guesses: (n,) int32, n < width. width: tokens of the batch: it is padded, so that the graph stays the same.
-        guessing_s: seconds that the guesses took.
+        """guesses: drafted tokens (n,) int32, n < width. width: tokens of the batch, which is padded so that the graph stays the
+        same. guessing_s: seconds that drafting took.
         """
         super().__init__(writer)
         tokens = np.full(width, writer.token, np.int32)
@@ -51,7 +51,7 @@ class DraftedStep(PlainStep):
         self.writer.accept(self.part, self._n_guessed)
 
     def report(self, seconds: float) -> None:
-        """Tell the drafter how many guesses were right, and how long the step took, without guessing."""
+        """Report to the drafter how many guesses were accepted. seconds: of the step, without drafting."""
         drafts, n_right = self.decoder.drafts, self.decoder.sequence.n_tokens - self.start - 1
         if drafts:
             width, guessing_s = len(self.part.tokens), self._guessing_s
@@ -59,9 +59,7 @@ class DraftedStep(PlainStep):
 
 
 class LosslessStep(Step):
-    """Drafts through the pool what follows the last token, and checks the draft against everything: the full cache's tokens
-    are kept.
-    """
+    """Drafts through the pool, and verifies the draft against everything. The tokens kept are the full cache's."""
 
     def __init__(self, writer: Writer, lossless: Lossless) -> None:
         super().__init__(writer.decoder, Part(writer.decoder.sequence, np.array([writer.token], np.int32), draft=True))
@@ -71,15 +69,15 @@ class LosslessStep(Step):
 
     @property
     def _left(self) -> int:
-        """The most tokens that may follow the last one, if they are drafted."""
+        """The most tokens that may be drafted after the last one."""
         return min(self._writer.answer.left(self.start), self.decoder.n_lossless - 1)
 
     def ahead(self) -> Beside | None:
-        """Return what can be done of the step while another sequence's draft is checked; None: nothing."""
+        """Return the part of the step that can run while another sequence's draft is verified, or None."""
         return self._lossless.ahead(self._writer.token, self._left, self._writer.sampler)
 
     def take(self, other: Beside | None = None) -> list[Event]:
-        """Take the step. other: what another sequence has to do while the draft is checked. Returns what happened, without text. Raises
+        """Take the step. other: another sequence's work, done while the draft is verified. Returns the events, without text. Raises
         as Decoder.decode_exactly().
         """
         writer, lossless, decoder, left = self._writer, self._lossless, self.decoder, self._left
@@ -101,16 +99,16 @@ class LosslessStep(Step):
 
 
 def take(steps: Sequence[PlainStep]) -> list[list[Event]]:
-    """Take a step of each of several answers in one batch. Returns what happened to each, without text.
+    """Take one step of several answers in one batch. Returns the events of each, without text.
 
-    Raises as decode_each(). An answer that got no token then gets it with the next step.
+    Raises as decode_each(). An answer without a new token then gets it in the next step.
     """
     begin = time.perf_counter()
     happened = decode_each(steps)
     missed = []
     for step, events in zip(steps, happened, strict=True):
         if step.part.draft:
-            continue  # it has its tokens
+            continue  # accept() has taken its tokens
         if events and step.decoder.missed(events):
             missed.append((step, events))
         else:

@@ -1,4 +1,4 @@
-"""The writer: samples the tokens of an answer from the logits of what was decoded."""
+"""The writer: samples the tokens of an answer from the logits of the last batch."""
 
 from pyllama_kvflash.engine.answer import Answer
 from pyllama_kvflash.engine.decoder import Decoder
@@ -11,7 +11,7 @@ from pyllama_kvflash.pool.step import Part
 class Writer:
     """Writes an answer on a decoder's sequence.
 
-    at: positions before the answer's last token. The sequence has more after a step that was cut off.
+    at: positions before the answer's last token. After a step was cut off, the sequence may have more.
     """
 
     def __init__(self, decoder: Decoder, answer: Answer, sampler: Sampler) -> None:
@@ -29,16 +29,16 @@ class Writer:
         return self.answer.token
 
     def write(self) -> None:
-        """Sample the next token from the last one's logits. Call this right after its decode: they do not stay."""
+        """Sample the next token from the last one's logits. Call this right after its decode: the next batch overwrites them."""
         sequence = self.decoder.sequence
         self._sample(sequence.n_tokens - 1, -1)
         sequence.pending = self.answer.token
 
     def accept(self, part: Part, n_guessed: int) -> None:
-        """Sample what follows each token of a decoded draft while its logits are there, for as long as that is the next one of
-        the draft. The part then has what is accepted, wherever this is cut off.
+        """Sample a token after each token of a decoded draft, until it differs from the draft's next token. Sets `part.accepted`
+        after each one, so that it is right even if this is cut off.
 
-        n_guessed: guesses among the part's tokens. The first token is the answer's last one; those after the guesses are padding.
+        n_guessed: drafted tokens of the part. Before them is the answer's last token; after them is padding.
         """
         start, answer = part.sequence.n_tokens, self.answer
         for i in range(n_guessed + 1):
@@ -49,7 +49,7 @@ class Writer:
                 return
 
     def _sample(self, pos: int, i: int) -> bool:
-        """Sample what follows the token at position pos, token i of the last batch. Returns whether the answer continues."""
+        """Sample a token after position pos, which is token i of the last batch. Returns whether the answer continues."""
         ctx, meter = self.decoder.sequence.ctx, self.decoder.meter
         if meter:
             meter.saw(pos, i)
@@ -60,7 +60,7 @@ class Writer:
         return goes_on
 
     def go_back(self) -> None:
-        """Take the last token out again if it was decoded but nothing was sampled after it: its logits are gone."""
+        """Roll back the last token if it was decoded, but no token was sampled after it: its logits are gone."""
         sequence = self.decoder.sequence
         if sequence.n_tokens > self.at:
             self.decoder.rollback(self.at)
