@@ -30,7 +30,6 @@ from support.scorers import registered
 from pyllama_kvflash import Token
 from pyllama_kvflash.engine import decoder
 from pyllama_kvflash.options import Spec
-from pyllama_kvflash.policy import Schedule
 
 pytestmark = pytest.mark.native
 
@@ -129,30 +128,6 @@ def test_what_is_missed_is_the_sum_of_what_comes_in(
     assert first == (1300, (1, 3), 0.75)  # 15 is in
     assert others == [(1300, (), 0)] * (n - 1)
     assert len(seen.calls) == n
-
-
-@pytest.mark.parametrize("lag", [20, 40])
-@pytest.mark.usefixtures("beside")
-def test_what_was_written_since_scoring_began_has_no_share(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, lag: int
-) -> None:
-    """A chunk that was no candidate then, or was not there, and was sent out since: it comes back, and nobody knows what it has."""
-    monkeypatch.setattr(Schedule, "_behind", lambda _self: lag)
-    kv = opened(policy=Shares(), again=0, chunk=16, pool=256, n_batch=16, tail=1)
-    read(kv, 600)
-    selector = kv.sequence.selector
-    assert selector is not None
-    while selector._job is None:
-        feed(kv, kv.n_tokens + 1)
-    begun = kv.n_tokens
-    feed(kv, begun + lag - 2)
-    gone = range(begun // 16, kv.n_tokens // 16)
-    for chunk in gone:
-        kv.page_out(chunk)
-    (event,) = reselects(feed(kv, begun + lag))
-    assert set(gone) <= set(event.page_ins)
-    assert event.missed < 1e-3
-    kv.check_integrity()
 
 
 #

@@ -72,7 +72,7 @@ def test_no_model(tmp_path: Path, content: bytes) -> None:
 
 
 # in the magic, the version, the counts, the metadata, the tokens, the tensor table, the first tensor, the last one
-CUTS = ["4", "6", "12", "20", "24", "100", "5000", "table", "data", "data+1", "half", "end-1"]
+CUTS = ["6", "24", "table", "data+1", "end-1"]
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -81,14 +81,12 @@ def test_truncated_model(tmp_path: Path, cut: str) -> None:
     reader = gguf.GGUFReader(BUNDLED_MODEL)
     places = {
         "table": reader.tensors[0].field.offset + 10,
-        "data": reader.data_offset,
         "data+1": reader.data_offset + 1,
-        "half": len(data) // 2,
         "end-1": len(data) - 1,
     }
     path = tmp_path / "cut.gguf"
     path.write_bytes(data[: places.get(cut) or int(cut)])
-    in_data = cut in {"data", "data+1", "half", "end-1"}
+    in_data = cut in {"data+1", "end-1"}
     what = (
         f"it is incomplete, with {path.stat().st_size:,} of {len(data):,} bytes"
         if in_data

@@ -16,7 +16,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
 from support.changes import ENGINE
-from support.commands import check_error, good, invoke
+from support.commands import good
 from support.cuts import cut_off_at_every_line
 from support.oracles import ON_GPU
 from support.rounding import relative_rms
@@ -244,9 +244,3 @@ def test_the_command_line(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = json.loads(good("inspect", "--kvflash", "512", "-c", "4096", "--json").stdout)
     assert found["coarse"] == "2"
     assert found["coarse_bytes"] == next(m["coarse"] for m in found["memory"] if m["coarse"])
-
-
-def test_bad_input_of_the_command_line(long_file: Path) -> None:
-    check_error(invoke("run", "-f", str(long_file), "--kvflash-coarse", "8"), 2, "--kvflash-coarse")
-    off = ("--kvflash-policy", "fresh", "--kvflash-coarse", "off")
-    check_error(invoke("run", "-f", str(long_file), "--kvflash", "512", *off), 2, "give policy qk, or leave")

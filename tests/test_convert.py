@@ -18,7 +18,7 @@ from support import drafters
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import conversions
-from support.commands import RUNTIME, USAGE, check_error, invoke
+from support.commands import RUNTIME, check_error, invoke
 from support.conversions import written
 from support.golden_drafters import GOLDEN, describe
 
@@ -131,23 +131,6 @@ def test_command(tmp_path: Path, targets: dict[bool, Path]) -> None:
     assert not list(tmp_path.glob(".*"))
     quiet = invoke("convert-draft", source.folder, "--target", targets[True], "-o", out, "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
-
-
-def test_options(tmp_path: Path, targets: dict[bool, Path]) -> None:
-    folder, out = written("dense", tmp_path).folder, tmp_path / "draft.gguf"
-    check_error(invoke("convert-draft", folder, "--target", targets[True]), USAGE, "-o/--output")
-    check_error(invoke("convert-draft", folder, "-o", out), USAGE, "--target")
-    check_error(
-        invoke("convert-draft", folder, "--target", folder, "-o", out), USAGE, "is a folder", "convert the target first"
-    )
-    check_error(invoke("convert-draft", folder, "--target", tmp_path / "no.gguf", "-o", out), USAGE, "does not exist")
-    check_error(
-        invoke("convert-draft", folder, "--target", folder / "config.json", "-o", out), RUNTIME, "is not a GGUF model"
-    )
-    check_error(invoke("convert-draft", tmp_path / "none", "--dry-run"), USAGE, "does not exist", "hf:owner/repo")
-    check_error(invoke("convert-draft", folder / "config.json", "--dry-run"), USAGE, "is a file")
-    check_error(invoke("convert-draft", folder, "--dry-run", "--outtype", "q9"), USAGE, "q9")
-    assert not out.exists()
 
 
 def test_quantiser_of_llama_cpp(tmp_path: Path, targets: dict[bool, Path]) -> None:

@@ -1,8 +1,7 @@
 """Prompts that are read exactly: what the full cache says, bit for bit, and a pool chosen by what the last tokens attend to."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,10 @@ from support.oracles import ON_GPU
 from support.runs import TOKENS, Logits, Open, check_residency, feed, read, reselects
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.errors import HostMemoryError, Interrupted, NativeError, PoolError, UnsupportedError, UsageError
+from pyllama_kvflash.errors import HostMemoryError, NativeError, PoolError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.loading import memory
 from pyllama_kvflash.native import LAST, Context, PoolParams, devices
-from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import State
 from pyllama_kvflash.pool.step import Part, advance_exactly
@@ -516,41 +514,3 @@ def test_cut_off_at_every_line(
 
     _, places = cut_off_at_every_line(lambda: opened(name), act, check, prepare=prepare, files=files, step=stride)
     assert len(places) >= 20, "nothing was cut off"
-
-
-@pytest.fixture
-def stop() -> Iterator[Callable[[], None]]:
-    """What Ctrl-C calls within interruptible(); undone after the test."""
-    yield lambda: lib.kvf_interrupt(True)
-    lib.kvf_interrupt(False)
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen3", "qwen35", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma4", "deepseek2"))]
-)
-def test_interrupted_prompt(opened: Open, stop: Callable[[], None], name: str) -> None:
-    """At the beginning of a batch, and somewhere within it."""
-    kv, full = opened(name), opened(name, **FULL)
-    assert_same(prompt(kv, 500), prompt(full, 500))
-    n_cut = 0
-    for delay in (0, *np.geomspace(0.0005, 0.02, 8)):
-        started = kv.n_tokens
-        timer = Timer(float(delay), stop)
-        if delay:
-            timer.start()
-        else:
-            stop()
-        try:
-            read(kv, started + N_UBATCH)
-        except Interrupted:
-            n_cut += 1
-            assert kv.n_tokens == started
-        finally:
-            if delay:
-                timer.join()
-            lib.kvf_interrupt(False)
-        kv.check_integrity()
-        read(kv, started + N_UBATCH)
-        assert_same(kv.logits(), prompt(full, N_UBATCH))
-    assert n_cut >= 1
-    check_residency(kv, CHUNK)

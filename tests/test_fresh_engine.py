@@ -157,6 +157,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_cut_off_at_every_line(opened: Open, operation: str) -> None:
     prepare, act = OPERATIONS[operation]

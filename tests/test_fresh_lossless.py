@@ -103,7 +103,10 @@ def test_sequences_take_turns(
     assert all(run.draft_stats and run.draft_stats.drafted for run in runs)
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.nightly), "qwen35"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3", marks=pytest.mark.nightly), pytest.param("qwen35", marks=pytest.mark.nightly(ENGINE))],
+)
 def test_cut_off_at_every_line(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import lossless, snapshots, tiny
 from support.changes import ENGINE
 from support.cuts import cut_off_at_every_line
-from support.lossless import CHUNK, FULL, N_POOL, answer, chosen_alike, rows_apart, width_apart
+from support.lossless import CHUNK, FULL, N_POOL, chosen_alike, rows_apart, width_apart
 from support.oracles import ON_GPU
 from support.rounding import Chosen, held
 from support.runs import GREEDY, TOKENS, Open, check_residency, turn
@@ -132,35 +132,6 @@ def test_what_is_said_of_a_token_is_the_full_caches(
     assert any(went_on)
     assert [(e.id, e.probs) for e in got] == [(e.id, e.probs) for e in want]
     assert len({e.probs for e in want}) == 60, "one of another row would be seen"
-
-
-def test_what_is_drafted_beside_a_check_is_of_its_text(
-    opened: Open, wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
-) -> None:
-    """The pool's own: a draft is the same token, whether it was drafted beside a check or after it."""
-    drafted: list[dict[int, int]] = []
-
-    def answers(kv: KVFlash) -> list[int]:
-        found: dict[int, int] = {}
-        sample = Lossless._sample
-
-        def noted(lossless: Lossless, sampler: Any, i: int) -> int:
-            token = sample(lossless, sampler, i)
-            found[lossless._at[0] + 1 + len(lossless._drafted)] = token
-            return token
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Lossless, "_sample", noted)
-            drafted.append(found)
-            return answer(kv, TOKENS[:700], 60)
-
-    beside = answers(opened("needle"))
-    assert any(went_on)
-    monkeypatch.setattr(ExactReader, "streams", False)
-    assert answers(opened("needle")) == beside
-    both = drafted[0].keys() & drafted[1].keys()
-    assert len(both) > 30
-    assert np.mean([drafted[0][at] == drafted[1][at] for at in both]) > 0.9
 
 
 @pytest.mark.parametrize(

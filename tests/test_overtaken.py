@@ -16,7 +16,6 @@ from pyllama_kvflash import KVFlash, Prefill, Token
 from pyllama_kvflash.engine import decoder
 from pyllama_kvflash.engine.generation import Generation, step_together
 from pyllama_kvflash.errors import InUseError, KVFlashError, PoolError
-from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import QkCos
 
 pytestmark = pytest.mark.native
@@ -173,27 +172,6 @@ def test_a_prompt_between_its_batches(opened: Open, tmp_path: Path, prefill: str
         OVERTAKES[name](kv, file)
         lost(kv, lambda events=events: next(events))  # type: ignore[misc]
         assert list(events) == []
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mode": "lossless", "prefill": "exact", "n_ubatch": 64},
-        {"spec": Spec(kind="ngram", n_max=4, gate=0)},
-        {"prefill": "exact", "meter": 1.0, "opening": 0, "n_ubatch": 64},
-        {"prefill": "exact", "opening": 32, "n_ubatch": 64},
-    ],
-    ids=["exact", "spec", "meter", "opening"],
-)
-def test_ways_to_decode(opened: Open, options: dict[str, Any]) -> None:
-    """A draft, a check, an opening: none of it is made for what has lost the sequence."""
-    kv = opened(**options)
-    run = answering(kv, 1000)
-    turn(run)
-    kv.rollback(900)
-    for call in (run.step, run.draft, lambda: step_together([run])):
-        lost(kv, call)
-    assert turn(answering(kv, 100))
 
 
 def test_reading_after_an_error_goes_on_from_there(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:

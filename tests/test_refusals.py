@@ -22,6 +22,7 @@ from support import refused
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import crossed
 from support.oracles import ON_GPU, TOKENS, Run, assert_equal
 
 from pyllama_kvflash import KVFlash
@@ -356,8 +357,7 @@ def test_a_pool_that_fresh_does_not_take(
     assert str(other.value).endswith(f" can be made: {reason}")
 
 
-@pytest.mark.parametrize("options", [{}, {"n_parallel": 2, "n_batch": 64}], ids=str)
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "options"), crossed(CODES, [{}, {"n_parallel": 2, "n_batch": 64}]))
 def test_the_default_where_no_layer_can_choose(
     opened: Callable[..., KVFlash], monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:

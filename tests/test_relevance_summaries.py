@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.runs import MODELS, SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
-from support.scorers import Given, boom
 
 from pyllama_kvflash import KVFlash, View
 from pyllama_kvflash.errors import HostMemoryError
@@ -124,27 +123,6 @@ def test_a_summary_that_cannot_be_made_is_made_later(opened: Open, monkeypatch: 
     check_residency(kv)
     assert kv.policy == "qk"
     assert len(kv.pager.summaries) == kv.n_tokens // 64  # type: ignore[arg-type]
-
-
-def test_no_host_memory_for_the_summaries_of_qk_when_it_takes_over(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A scorer fails, and there is no memory for its substitute either: an error of one sentence, and no loss."""
-    kv = opened(policy=Given(boom), tau=1 << 20)
-    feed(kv, 2000, 50)
-
-    def none(_self: Summaries, _n: int) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Summaries, "reserve", none)
-        with pytest.raises(HostMemoryError):
-            kv.reselect()
-        check_residency(kv)
-    assert kv.reselect() is not None
-    assert kv.policy == "qk"
-    feed(kv, 2100)
-    check_residency(kv)
 
 
 def test_qk_scores_what_a_fresh_run_would(opened: Open) -> None:

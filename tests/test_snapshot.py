@@ -15,7 +15,6 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles, snapshots
 from support.changes import ENGINE, crossed
-from support.rounding import Chosen, held, relative_rms
 from support.runs import MODELS, Open
 from support.snapshots import (
     GREEDY,
@@ -399,27 +398,6 @@ def test_a_part_is_restored_for_a_text_that_goes_another_way(opened: Open, snap:
     assert close(kv.logits(), control.logits())
     assert close(forced(kv), forced(control))
     kv.check_integrity()
-
-
-def test_the_text_after_a_part_is_that_of_the_part_alone(opened: Open, document: NeedlePrompt, snap: Path) -> None:
-    """The codes of what was cut off are unknown, and the others are told alike."""
-    kv = opened("needle", pool=4096, n_ctx=4096, snapshots=True)
-    text = kv.tokenize(document.text)
-    for _ in kv.prefill(text):
-        pass
-    kv.save(snap)
-    prompt = np.concatenate([text[:1300], kv.tokenize(" " + document.needles[0].question, add_special=False)])
-    n = kv.restore(snap, prompt)
-    assert n == 1280
-    chosen = Chosen(0.05, relative_rms)  # it was 0.015: the last batches are of other sizes
-    with held(chosen):
-        want = answer(kv, prompt, 30, append=False)
-    assert kv.restore(snap, prompt) == n
-    with held(chosen):
-        got = answer(kv, prompt[n:], 30)
-    assert got == want
-    assert chosen.n_held == 30
-    assert document.needles[0].answer in kv.detokenize(got)
 
 
 def test_a_prompt_that_is_all_of_it_leaves_a_token_to_decode(opened: Open, snap: Path) -> None:

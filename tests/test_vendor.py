@@ -55,20 +55,6 @@ def test_wrong_hash(repo: Repository, capsys: pytest.CaptureFixture[str], comman
     assert re.search(rf"wrong sha256 \(expected [0-9a-f]{{64}}, actual {actual}\)", sentence)
 
 
-@pytest.mark.parametrize(
-    ("named", "reason"), [("/nonexistent/x", "No such file or directory"), ("/", "Is a directory")]
-)
-def test_unreadable_sdist(
-    repo: Repository,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    named: str,
-    reason: str,
-) -> None:
-    monkeypatch.setenv("KVFLASH_LLAMA_SDIST", named)
-    assert f"KVFLASH_LLAMA_SDIST={named} cannot be read: {reason}" in refused(capsys, repo)
-
-
 def test_sdist_without_llama_cpp(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
     with tarfile.open(repo.sdist, "w:gz"):
         pass
@@ -206,53 +192,12 @@ def test_patch_names_no_upstream_file(repo: Repository, capsys: pytest.CaptureFi
     assert "patches/0003-x.patch names src/x.cpp, which is not upstream's" in sentence
 
 
-@pytest.mark.parametrize("text", ["line 1\nno newline", TEN_LINES.replace("6\n", "6\r\n"), TEN_LINES[:-1]])
-def test_edit_that_no_patch_can_say(repo: Repository, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    repo.fill()
-    (repo.tree / "src" / "a.cpp").write_bytes(text.encode())
-    sentence = refused(capsys, repo, "patches")
-    assert "no patch can say the edits in src/a.cpp" in sentence
-    assert (repo.patches / "0001-a.patch").read_text() == PATCH_A
-
-
 def test_check(repo: Repository, capsys: pytest.CaptureFixture[str]) -> None:
     repo.fill()
     assert vendor.check(repo.layout) == f"{repo.tree} equals llama-cpp-python 1.2 + 2 patches"
     repo.edit("src/a.cpp", "line 1\n", "mine\n")
     (repo.tree / "src" / "new.cpp").write_text("mine\n")
     assert "differs from the pin + patches in src/a.cpp, src/new.cpp\n" in refused(capsys, repo, "check")
-
-
-def test_full_disk(repo: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    repo.fill()
-    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device", "somewhere")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tarfile.TarFile, "extractall", full)
-        assert "No space left on device: 'somewhere'" in refused(capsys, repo)
-    monkeypatch.setattr(vendor.Path, "rename", full)
-    assert "No space left on device: 'somewhere'" in refused(capsys, repo)
-
-
-def test_failing_swap_restores_the_tree(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo.fill()
-    before = repo.state()
-    repo.patch("0001-a.patch", PATCH_A.replace("FIVE", "5.0"))
-    rename = Path.rename
-
-    def fail_for_new(path: Path, target: Path) -> Path:
-        if path.name == "new":
-            raise KeyboardInterrupt
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fail_for_new)
-    with pytest.raises(KeyboardInterrupt):
-        repo.fill()
-    assert repo.state() == before
-    assert repo.staging() == []
 
 
 def fake_modules(directory: Path, monkeypatch: pytest.MonkeyPatch, pip: str | None) -> None:
@@ -277,20 +222,6 @@ def test_download(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = repo.tree.parent / "cache"
     assert [path.name for path in cache.iterdir()] == ["llama_cpp_python-1.2.tar.gz"]
     assert "+ 2 patches" in done.stdout
-
-
-def test_download_fails(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    pip = "import sys; sys.exit('WARNING: retry\\nERROR: one\\nERROR: No matching distribution\\n')\n"
-    fake_modules(repo.root / "modules", monkeypatch, pip)
-    done = repo.run("fill")
-    assert done.returncode == 1
-    assert done.stderr == (
-        "downloading llama-cpp-python 1.2 (77 MB) ...\n"
-        "vendor: error: pip could not download llama-cpp-python (No matching distribution): "
-        "check the network, or name a downloaded sdist in KVFLASH_LLAMA_SDIST\n"
-    )
-    assert list((repo.tree.parent / "cache").iterdir()) == []
-    assert not repo.tree.exists()
 
 
 def test_command_line(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
