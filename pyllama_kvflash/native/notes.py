@@ -1,4 +1,4 @@
-"""Notes of calls under way: who comes meanwhile need not wait to be told."""
+"""Notes of the calls under way: a second one is refused, and does not wait."""
 
 from collections.abc import Callable, Hashable
 from threading import get_ident
@@ -7,7 +7,7 @@ from typing import TypeVar
 R = TypeVar("R")
 
 Notes = dict[Hashable, tuple[int, object]]
-"""By what each call uses: the thread that makes it, as threading.get_ident() has it, and a mark of the call."""
+"""What is in use, each with the thread that uses it (threading.get_ident()) and a mark of its call."""
 
 
 class Taken(Exception):  # noqa: N818 (the caller says what is wrong)
@@ -15,7 +15,7 @@ class Taken(Exception):  # noqa: N818 (the caller says what is wrong)
 
 
 def noted(notes: Notes, what: Hashable, call: Callable[[], R]) -> R:
-    """Make a call, and have a note of what it uses meanwhile. Raises Taken if there is one already.
+    """Make a call, with a note of what it uses for as long as it runs. Raises Taken if another call has such a note.
 
     Ctrl-C may come between any two lines. A lock would be left held if it came between taking it and the `try`. So the note is
     made in one step within the `try`, and removed in two places, of which Ctrl-C can skip one.
