@@ -1,4 +1,4 @@
-"""Which codes there are of the positions outside a pool: the closest ones for which there is memory beside all else."""
+"""Choose the codes of positions outside the pool: the most accurate ones that fit in memory with everything else."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,17 +11,17 @@ from pyllama_kvflash.policy.coarse import FORMS
 from pyllama_kvflash.policy.sizing import RESERVE
 
 SMALL_BATCH = 128
-"""Tokens of a physical batch where memory is short: it leaves some 230 MiB of a GPU for codes, and prompts are slower."""
+"""Tokens of a physical batch if memory is short: this frees some 230 MiB of a GPU for codes, and slows prompts down."""
 
 LEAST = 256 << 20
-"""Bytes of a GPU that are left where more would leave no room for codes: what kernels take once they run, and a little."""
+"""Reserve on a GPU if a larger one would leave no room for codes: the memory that running kernels take, and a little more."""
 
 
 def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[Options, ...]:
-    """Return the options with `coarse`, `codes_in_panes` and policy "auto" resolved, in the order in which they are to be tried: the
-    closest codes first, and the last one whether there is memory or not. The policy is "fresh" with codes, else "qk".
+    """Return the options to try, in order, with `coarse`, `codes_in_panes` and policy "auto" resolved: the most accurate codes first.
+    The last one is used even if it does not fit. Policy "auto" becomes "fresh" with codes, else "qk".
 
-    options: resolved. possible: whether the model can have codes here. lodged: whether these can be in the memory of an exact pass.
+    options: resolved. possible: whether the model can have codes here. lodged: whether codes can share the panes' memory.
     """
     bits: tuple[str, ...] = (options.coarse,)
     if options.coarse == "auto":
@@ -36,10 +36,8 @@ def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[
 
 
 def may_lodge(options: Options, geometry: Geometry) -> bool:
-    """Return whether codes can be in the memory of an exact pass: of a single GPU, beside which the CPU may have layers, and which no answer
-    needs meanwhile.
-
-    Several sequences read and answer in turn.
+    """Return whether codes can share the memory of an exact pass: with one sequence, one GPU (the CPU may have layers, too), and no
+    exact passes during answers. Several sequences would read and answer in turns, and need both at once.
     """
     found = devices()
     gpus = {i for i in geometry.devices or (0,) if found[i].gpu}
@@ -53,7 +51,7 @@ def may_lodge(options: Options, geometry: Geometry) -> bool:
 
 
 def forms(options: Options) -> tuple[str, ...]:
-    """Return what `coarse` "auto" may be, the closest first: layers cannot choose without codes."""
+    """Return the values to try for `coarse` "auto", the most accurate first. Policy "fresh" cannot do without codes."""
     return FORMS if options.policy == "fresh" else (*FORMS, "off")
 
 
@@ -65,14 +63,15 @@ def _with(options: Options, bits: str) -> Options:
 
 
 def free_bytes() -> dict[str, int]:
-    """Return the free bytes of each device by its name: for fits(), before anything is loaded."""
+    """Return the free bytes of each device by its name. Call it before loading, for fits()."""
     return {device.name: device.free for device in devices()}
 
 
 def fits(needs: Sequence[Need], free: Mapping[str, int], reserve: int = RESERVE) -> bool:
-    """Return whether each device that has codes holds them beside all else, and leaves a reserve. With others, fewer bits give nothing.
+    """Return whether each device with codes holds them with everything else, and leaves a reserve. Devices without codes are not
+    checked: fewer bits would not help them.
 
-    free: before anything was loaded. What the program takes is not in it. reserve: bytes, of a GPU.
+    free: free bytes before anything was loaded, without the memory of the program itself. reserve: bytes, on a GPU.
     """
     return all(
         need.total - need.program <= free[need.name] - (reserve if need.gpu else RESERVE)
@@ -82,10 +81,9 @@ def fits(needs: Sequence[Need], free: Mapping[str, int], reserve: int = RESERVE)
 
 
 def tries(options: Options, found: Sequence[Options]) -> list[tuple[Options, int]]:
-    """Return choices(options) in the order in which they are to be tried, with the reserve of each for fits(). The last choice is taken where
-    nothing fits.
+    """Return the options to try before the last of `found`, in order, each with its reserve for fits(). found: choices(options).
 
-    Where `coarse` is "auto" and no codes fit a GPU, small batches may leave room for some.
+    If `coarse` is "auto" and no codes fit a GPU, small batches may leave room for some.
     """
     *closer, last = found
     small = max(SMALL_BATCH, options.n_parallel)  # a token of each sequence fits

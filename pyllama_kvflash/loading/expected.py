@@ -1,4 +1,4 @@
-"""What was measured of caches, for `kvflash plan`: speeds and answers of a real run each. tests/test_plan.py compares them with the
+"""Measurements of caches, for `kvflash plan`: speed and divergence, each from a real run. tests/test_plan.py compares them with the
 tables of docs/results.
 """
 
@@ -11,16 +11,16 @@ FULL_DECODE = {
     "f16": (277.2, 199.2, 140.9, 86.8, 47.6),
     "q8_0": (221.0, 125.2, 78.9, 45.9, 24.9),
 }
-"""Tokens a second of answers at FULL_CONTEXTS: the full cache in f16 and in q8_0. 8B shape, one H200 (docs/results/choices.md)."""
+"""Decoded tokens per second at FULL_CONTEXTS: the full cache in f16 and in q8_0. 8B shape, one H200 (docs/results/choices.md)."""
 OTHER_CONTEXTS = (32_768, 131_072)
 OTHER_DECODE = {"f16": (183.4, 80.3), "q4_0": (122.8, 45.6), "RAM": (3.44, 0.79)}
-"""The same of a run on one H100: the full cache in f16, in q4_0, and in q8_0 in RAM (--no-kv-offload)."""
+"""The same on one H100: the full cache in f16, in q4_0, and in q8_0 in RAM (--no-kv-offload)."""
 CODED_CONTEXTS = (8192, 65_536, 131_072)
 CODED_DECODE = {"f16": (273, 136, 85), "4": (222, 186, 157), "2": (218, 194, 170)}
-"""The same of a run on one H200: the full cache in f16, and a pool of 4,096 in q8_0 by bits of its codes (docs/results/coarse.md)."""
+"""The same on one H200: the full cache in f16, and a pool of 4,096 in q8_0 by the bits of its codes (docs/results/coarse.md)."""
 UNCODED_CONTEXTS = (8192, 65_536, 262_144)
 UNCODED_DECODE = {"q8_0": (220.4, 80.2, 24.9), "pool": (254.7, 254.3, 250.9)}
-"""The same on one H200: the full cache in q8_0, and a pool of 4,096 in q8_0 without codes, by `qk` (docs/RESULTS.md)."""
+"""The same on one H200: the full cache in q8_0, and a pool of 4,096 in q8_0 without codes, policy `qk` (docs/RESULTS.md)."""
 HYBRID_CONTEXTS = (8192, 65_536, 131_072, 262_144)
 HYBRID_DECODE = {
     "f16": (104.6, 91.1, 82.0, 65.3),
@@ -28,23 +28,23 @@ HYBRID_DECODE = {
     "q4_0": (97.5, 58.8, 42.2, 27.3),
     "4": (93.7, 89.1, 88.5, 79.6),
 }
-"""The same of a 27B with 48 delta nets beside 16 attention layers: full caches, and a pool of 4,096 in f16 with codes of 4 bits. One
+"""The same for a 27B with 48 delta nets and 16 attention layers: full caches, and a pool of 4,096 in f16 with codes of 4 bits. One
 H200, one run (docs/results/cuda.md).
 """
 HYBRID_FAR_CONTEXTS = (8192, 131_072)
 HYBRID_FAR_DECODE = {"f16": (102.3, 80.8), "2": (94.5, 89.1)}
 """The same in another run: the full cache in f16, and a pool of 4,096 in q8_0 with codes of 2 bits."""
 HYBRID_RAM_DECODE = 7.1
-"""The same at 8K, with the cache in RAM (--no-kv-offload). With more tokens it is slower."""
+"""The same at 8K, with the cache in RAM (--no-kv-offload). Longer contexts are slower."""
 CPU_CONTEXTS = (4096, 8192, 16_384)
 CPU_DECODE = {"f16": (10.8, 6.9, 3.9), "pool": (10.5, 10.1, 9.3)}
 """The same without a GPU: the full cache in f16, and a pool of 4,096 in f16 with codes of 4 bits. Qwen2.5-Coder-0.5B, two cores, one run
 (docs/results/cpu.md).
 """
 RAM_RATE = 50e9
-"""Bytes that a CPU reads a second, of two channels of DDR4-3200: an upper bound of what weights in RAM allow. Not measured."""
+"""Bytes per second that a CPU reads from two channels of DDR4-3200: the upper bound for weights in RAM. Not measured."""
 LOSSLESS = (0.46, 0.94)
-"""The least and the most of lossless decoding, times the full f16 cache's, on GPUs (docs/results/lossless.md)."""
+"""The lowest and highest speed of lossless decoding on GPUs, relative to the full f16 cache (docs/results/lossless.md)."""
 SHARES = (0.0625, 0.125)
 KLD = {
     ("4", "f16"): {"prose": (0.0017, 0.0012), "code": (0.00039, 0.00036)},
@@ -52,24 +52,24 @@ KLD = {
     ("2", "f16"): {"prose": (0.0192, 0.0098), "code": (0.0056, 0.0026)},
     ("off", "f16"): {"prose": (0.109, 0.0364), "code": (0.137, 0.0836)},
 }
-"""Mean KL divergence from the full f16 cache, in nats, through pools of SHARES of the context, by the bits of codes and the cache
-type: Qwen2.5-Coder-1.5B at 16K (docs/results/coarse.md; without codes by `qk`, docs/RESULTS.md).
+"""Mean KL divergence from the full f16 cache, in nats, with pools of SHARES of the context, by the bits of codes and the cache
+type: Qwen2.5-Coder-1.5B at 16K (docs/results/coarse.md; without codes: policy `qk`, docs/RESULTS.md).
 """
 BITS = ("4", "2", "off")
-"""Codes that were measured on a GPU, the closest first."""
+"""Codes that were measured on a GPU, the most accurate first."""
 FULL_KLD = {
     "f16": {"prose": 0.0, "code": 0.0},
     "q8_0": {"prose": 0.0027, "code": 0.00056},
     "q4_0": {"prose": 6.7, "code": 10.9},
 }
-"""The same of full caches."""
+"""The same for full caches."""
 
 
 def speed(kind: str, n_ctx: int, coarse: str = "off") -> float:
-    """Return how many times as fast answers are as with the full f16 cache on the same GPU, at the end of a context.
+    """Return the decode speed at the end of a context, relative to the full f16 cache on the same GPU.
 
-    kind: "f16", "q8_0", "q4_0", "RAM" or "pool". coarse: of a pool: "4", "2" or "off". Between measured contexts it is interpolated;
-    beyond them it is the nearest.
+    kind: "f16", "q8_0", "q4_0", "RAM" or "pool". coarse: of a pool: "4", "2" or "off". Interpolates between measured contexts;
+    beyond them it takes the nearest.
     """
     if kind in FULL_DECODE:
         return _ratio(FULL_CONTEXTS, FULL_DECODE[kind], FULL_DECODE["f16"], n_ctx)
@@ -82,7 +82,7 @@ def speed(kind: str, n_ctx: int, coarse: str = "off") -> float:
 
 
 def hybrid_speed(kind: str, n_ctx: int, coarse: str = "off") -> float | None:
-    """Return the same for a model with recurrent states; None for what was not measured."""
+    """Return speed() for a model with recurrent states; None if it was not measured."""
     if kind == "RAM":
         return HYBRID_RAM_DECODE / HYBRID_DECODE["f16"][0]
     if kind == "pool" and coarse == "2":
@@ -92,7 +92,7 @@ def hybrid_speed(kind: str, n_ctx: int, coarse: str = "off") -> float | None:
 
 
 def cpu_speed(kind: str, n_ctx: int) -> float | None:
-    """Return the same without a GPU. kind: "f16" or "pool"; None for others, which were not measured."""
+    """Return speed() without a GPU. kind: "f16" or "pool"; None for others, which were not measured."""
     rates = CPU_DECODE.get(kind)
     return None if rates is None else _ratio(CPU_CONTEXTS, rates, CPU_DECODE["f16"], n_ctx)
 
@@ -103,8 +103,10 @@ def _ratio(contexts: Sequence[int], rates: Sequence[float], full: Sequence[float
 
 
 def divergence(share: float, coarse: str, type_k: str = "f16") -> dict[str, float] | None:
-    """Return the mean KL divergence of long answers by the pool's share of the context, for prose and code; None below what was
-    measured, or if nothing was. Above, it is that of the largest measured share. coarse: "4", "2" or "off". type_k: "f16" or "q8_0".
+    """Return the mean KL divergence of long answers for prose and code; None if it was not measured.
+
+    share: the pool's share of the context; above the largest measured one, the latter is used, and below the smallest the result is
+    None. coarse: "4", "2" or "off". type_k: "f16" or "q8_0".
     """
     if share < SHARES[0] or (coarse, type_k) not in KLD:
         return None

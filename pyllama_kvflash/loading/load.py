@@ -1,4 +1,4 @@
-"""Loading: from a path and options to a model and its context, with every check possible before the first token."""
+"""Loading: from a path and options to a model and its contexts, with every possible check before the first token."""
 
 import stat
 from collections.abc import Callable, Mapping
@@ -46,8 +46,8 @@ class Loaded:
     shared: the part of a pool that its sequences share; None with the full cache.
     exact: reads prompts that the pool cannot hold; None: they go through the pool.
     drafts: one for each sequence; empty without speculative decoding.
-    memory: what each device holds with a full context.
-    parts: everything that is to be closed.
+    memory: each device's memory with a full context.
+    parts: closes everything.
     """
 
     model: Model
@@ -71,7 +71,7 @@ class Loaded:
 
     @property
     def pane_bytes(self) -> int:
-        """Device bytes for the KV of the layers that an exact pass reads at a time."""
+        """Device bytes of the panes of an exact pass."""
         return self.exact.n_bytes if self.exact else 0
 
     @property
@@ -87,13 +87,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Facts about a model's memory. refusal: why it cannot be pooled, and what to do instead; None if it can."""
+    """Facts about a model's memory. refusal: why it cannot be pooled, and the alternative; None if it can."""
 
     memory_class: str
     layers: tuple[int, ...]
     geometry: Geometry
     refusal: str | None
-    uncoded: str | None = None  # why there can be no codes, and so no policy "fresh"; None if there can
+    uncoded: str | None = None  # why it cannot have codes, and so no policy "fresh"; None if it can
 
 
 def load(
@@ -121,13 +121,13 @@ def load(
 
 
 def where(options: Options) -> dict[str, Any]:
-    """Return on which devices a model is to be, as arguments of Model.load()."""
+    """Return the devices of a model, as arguments of Model.load()."""
     mtp = options.spec is not None and options.spec.kind == "mtp" and options.spec.model is None
     return {**options.where, "mtp": mtp}
 
 
 def placement(path: Path, options: Options) -> Placement:
-    """Decide which experts stay on the host, and so which pool to request. Raises as load()."""
+    """Decide which experts stay on the host, and which pool to request. Raises as load()."""
     if options.n_cpu_moe == 0:
         return Placement(0, options.pool)
     with Model.load(path, **where(options), no_alloc=True) as model:
@@ -147,7 +147,7 @@ def check_runs(model: Model, options: Options) -> None:
 
 
 def _place(model: Model, options: Options) -> Placement:
-    """Place for the closest codes that fit, where these leave most on the GPU: in memory of their own, or in that of panes."""
+    """Place experts for the most accurate codes that fit. Codes may share the panes' memory if that keeps more on the GPU."""
     seen, best, coarse = _probed(model, options), None, ""
     for tried in bits_of(options, seen):
         if best and tried.coarse != coarse:
@@ -171,7 +171,7 @@ def _probed(model: Model, options: Options) -> Probe:
 
 
 def check_codes(model: Model, options: Options, seen: Probe) -> None:
-    """Raise UnsupportedError if the options ask for codes, or for layers that choose by them, and there can be none."""
+    """Raise UnsupportedError if the options ask for codes or policy "fresh", and the model cannot have codes."""
     if seen.uncoded is None or options.pool == "off":
         return
     given = options.coarse not in ("auto", "off")
@@ -189,7 +189,7 @@ def _load(
     free: Mapping[str, int],
     parts: ExitStack,
 ) -> Loaded:
-    """Make the contexts, with the closest codes for which there is memory. free: as for bits.fits()."""
+    """Make the contexts, with the most accurate codes that fit in memory. free: as for bits.fits()."""
     program, seen = program_bytes(model), _probed(model, options)
     wanted = bits_of(options, seen)
     for tried, reserve in tries(options, wanted):
@@ -215,7 +215,7 @@ def _opened(
     program: int,
     parts: ExitStack,
 ) -> Loaded:
-    """Make the contexts of options whose codes and policy are decided. Adds what it opens to `parts`."""
+    """Make the contexts. options: with codes and policy decided. parts: receives everything that is opened."""
     ground = _Loading(model, seen.geometry, options, open_engine, parts)
     plan = plan_contexts(model, seen.geometry, options, ground)
     size, pool = plan.size, plan.pool
@@ -267,7 +267,7 @@ def _opened(
 
 
 class _Loading:
-    """Where a plan is executed: memory is what is free, and an exact pass is a context. Adds what it opens to `parts`."""
+    """The ground of a plan that is executed: it measures free memory, and opens the exact pass. parts: receives what it opens."""
 
     def __init__(
         self, model: Model, geometry: Geometry, options: Options, open_engine: OpenEngine, parts: ExitStack
@@ -312,7 +312,7 @@ def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | N
 
 
 def open_context(model: Model, options: Options, plan: LoadPlan, lodges: Context | None = None) -> Context:
-    """Make the context of a pool, or of the full cache. lodges: as for Context. Raises as that."""
+    """Make the context of a pool, or of the full cache. lodges: as for Context. Raises as Context."""
     pool = plan.pool
     try:
         return Context(
@@ -347,14 +347,14 @@ def bits_of(options: Options, seen: Probe) -> tuple[Options, ...]:
 
 
 def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, ...]:
-    """Return a note if the policy is another one than most models have, unless that was asked for."""
+    """Return a note if policy "auto" became qk, unless the options turn codes off."""
     if given.policy != "auto" or options.policy == "fresh" or given.coarse == "off":
         return ()
     return (f"policy qk, not fresh: {seen.uncoded or 'there is no memory for codes of all positions'}",)
 
 
 def why_uncoded(path: Path, options: Options) -> str | None:
-    """Return why a model that can be pooled can have no codes here, and so no policy "fresh"; None if it can.
+    """Return why a model that can be pooled cannot have codes here, and so no policy "fresh"; None if it can.
 
     Loads no weights. Raises as load().
     """
@@ -366,9 +366,9 @@ def why_uncoded(path: Path, options: Options) -> str | None:
 
 
 def probe(model: Model, options: Options) -> Probe:
-    """Look at a model's memory through small contexts: a stock one, and those that try to be pools.
+    """Probe a model's memory with small contexts: a stock one, and pools with and without codes.
 
-    Raises what a stock context of these cache types raises.
+    Raises the errors of a stock context with these cache types.
     """
     small = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
     types: dict[str, Any] = {"type_k": options.type_k, "type_v": options.type_v, "flash_attn": options.flash_attn}
@@ -397,12 +397,12 @@ def probe(model: Model, options: Options) -> Probe:
 
 
 def _on_gpu(geometry: Geometry) -> bool:
-    """Return whether a GPU has rows of a layer."""
+    """Return whether a GPU holds the rows of a layer."""
     return any(devices()[i].gpu for i in geometry.devices)
 
 
 def _refused(model: Model, **params: Any) -> str | None:
-    """Return why there can be no context of these parameters; None if there can."""
+    """Return the error of making a context with these parameters; None if it can be made."""
     try:
         Context(model, **params).close()
     except (UnsupportedError, NativeError) as err:
@@ -417,7 +417,7 @@ def check_file(path: Path) -> None:
         if stat.S_ISDIR(mode):
             msg = f"{path} is a directory: give the .gguf file in it"
             raise UsageError(msg)
-        if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(mode):  # opening a pipe would block for ever
             msg = f"{path} is not a regular file: give the path of a .gguf model"
             raise UsageError(msg)
         with path.open("rb") as file:
@@ -433,5 +433,5 @@ def check_file(path: Path) -> None:
         msg = f"{path} is not a GGUF model: it {what}; convert it with llama.cpp, or download a .gguf file"
         raise ModelError(msg)
     if any(part.exists() and not part.is_file() for part in model_parts(path)) and (why := why_unloadable(path)):
-        msg = f"{path} cannot be loaded: {why}"  # here: opening a pipe would wait for ever
+        msg = f"{path} cannot be loaded: {why}"  # checked here, because opening a pipe would block for ever
         raise ModelError(msg)

@@ -1,4 +1,4 @@
-"""One plan of the contexts that a model gets: loading makes them, and `kvflash inspect` tells what they take."""
+"""The plan of a model's contexts: loading makes them, and `kvflash inspect` shows their memory."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,14 +10,12 @@ from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.sizing import BATCH, RESERVE, DeviceMemory, n_panes
 
 LATE = 0
-"""Whether layers of the CPU choose by codes for the next token, as those of a GPU do, rather than before their attention. It is a
-bench's to set.
-"""
+"""Whether CPU layers choose guests for the next token, as GPU layers do, rather than before their own attention. Set by a bench."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """What contexts keep of the queries: those of so many tokens (0: of none), in every so many layers."""
+    """The queries that a context keeps: of the last n_token tokens (0: none), in every `every`-th layer."""
 
     n_token: int = 0
     every: int = 1
@@ -29,7 +27,7 @@ class LoadPlan:
 
     size: of the pool.
     n_batch: the most tokens of a batch that goes through the pool, or the full cache.
-    pool: what makes a context a pool; None: the full cache.
+    pool: the parameters of the pool; None: the full cache.
     """
 
     size: PoolSize
@@ -38,16 +36,16 @@ class LoadPlan:
 
 
 class Ground(Protocol):
-    """What a plan depends on. It is measured where a model is loaded, and estimated where it is only looked at."""
+    """The facts that a plan depends on: measured while loading a model, estimated while only inspecting it."""
 
     def memory(self) -> list[DeviceMemory]:
-        """Return what is free now on each device that holds KV."""
+        """Return the free memory of each device that holds KV."""
 
     def asks(self) -> tuple[str, str]:
         """Return the name and the query of the policy's scorer."""
 
     def read_exactly(self, n_pane: int, tap: Tap) -> bool:
-        """Take memory for an exact pass that has n_pane layers at a time. Returns whether there is room for one."""
+        """Allocate an exact pass with n_pane panes. Returns whether it fits."""
 
 
 def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Ground) -> LoadPlan:
@@ -55,7 +53,7 @@ def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Gr
 
     geometry: of the full-attention cache. options: resolved, with a policy that the model can have.
 
-    An automatic pool takes of what an exact pass leaves. Raises what the ground raises, and UsageError.
+    An automatic pool is sized from the memory that the exact pass leaves. Raises the ground's errors, and UsageError.
     """
     size, tap, n_layer = PoolSize(None), Tap(), len(geometry.rows)
     if options.pool != "off":
@@ -67,7 +65,7 @@ def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Gr
             n_pane = n_panes(
                 *(options.panes, options.pool, ground.memory(), options.n_ctx, n_layer),
                 n_pool=size.n_pool,
-                buffers=RESERVE,  # what an exact pass has beside its panes is measured only once there are some
+                buffers=RESERVE,  # an estimate: the buffers can be measured only with panes allocated
                 lossless=often,
             )
             if ground.read_exactly(n_pane, tap):
@@ -90,7 +88,7 @@ def pool_size(options: Options, memory: list[DeviceMemory]) -> PoolSize:
 
 
 def coded(pool: PoolParams, options: Options) -> PoolParams:
-    """Return the parameters of a pool beside which all positions have codes, if the options ask for them."""
+    """Return the parameters of a pool, with codes of all positions if the options ask for them."""
     coarse = CoarseForm.of(options.coarse)
     if coarse is None:
         return pool

@@ -1,4 +1,4 @@
-"""What each device holds for an engine, by what it is for."""
+"""The memory that an engine needs on each device, by purpose."""
 
 import resource
 import sys
@@ -18,16 +18,17 @@ from pyllama_kvflash.pool.checkpoints import MOST
 _STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 
 DRIVER = 660 << 20
-"""Bytes that CUDA takes of a GPU for itself, once its kernels have run: an H200 with driver 580 (docs/results/memory.md)."""
+"""GPU bytes that CUDA itself takes once kernels have run: an H200 with driver 580 (docs/results/memory.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """Bytes that a device holds with a full context.
 
-    kv: of full attention: the pool, or the full cache. coarse: codes of all positions, and what a GPU takes to attend to them. states: sliding windows and recurrent
-    states. panes: of an exact pass. buffers: of the computation, as they are allocated; the host uses a part. drafter: all of a
-    draft model. records: of chunks, in host memory. checkpoints: of states, in host memory. program: Python and its libraries, or the GPU's driver.
+    kv: full attention: the pool, or the full cache. coarse: codes of all positions, with the GPU buffers for attending to them.
+    states: sliding windows and recurrent states. panes: of an exact pass. buffers: compute buffers as allocated; the host uses only
+    a part. drafter: all memory of a draft model. records: of chunks, in host memory. checkpoints: of states, in host memory.
+    program: Python and its libraries, or the GPU's driver.
     """
 
     name: str
@@ -45,18 +46,18 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are for, without what takes none."""
+        """Bytes by purpose, without zeros."""
         sizes = {f.name: getattr(self, f.name) for f in fields(self)[2:]}
         return {name: size for name, size in sizes.items() if size}
 
 
 def weights_of(model: Model) -> Counter[int]:
-    """Return the bytes of weights on each device, by its index."""
+    """Return the bytes of weights on each device, by index."""
     res: Counter[int] = Counter()
     for weight in model.weights():
         res[weight.device] += weight.size
@@ -72,9 +73,9 @@ def needs_of(
     drafter: Sequence[int],
     program: int,
 ) -> tuple[Need, ...]:
-    """Return what each device holds; for a model loaded with no_alloc, what it would hold.
+    """Return the need of each device; for a model loaded with no_alloc, the estimated need.
 
-    options: resolved. n_pool: cells of the pool; None: the full cache. exact, drafter: of the exact pass and of a drafter, by
+    options: resolved. n_pool: cells of the pool; None: the full cache. exact, drafter: bytes of the exact pass and of a drafter, by
     device. program: see program_bytes().
     """
     weights, found = weights_of(ctx.model), devices()
@@ -104,14 +105,14 @@ def needs_of(
     return tuple(need for need in res if need.total)
 
 
-_program: list[int] = []  # what program_bytes() found first
+_program: list[int] = []  # the first result of program_bytes()
 
 
 def program_bytes(model: Model | None = None) -> int:
-    """Return the RAM of this process beside the weights of a model: Python, libraries, and the vocabulary. It is that of the
-    first call: later ones would count what other engines hold.
+    """Return the RAM of this process without model weights: Python, libraries, and the vocabulary. Later calls return the first
+    result, because they would count the memory of other engines.
 
-    model: just loaded, so that no context has memory; None: none has weights.
+    model: just loaded, so that no context has memory; None: no weights are loaded.
     """
     if not _program:
         sizes = weights_of(model) if model else Counter()
@@ -121,14 +122,14 @@ def program_bytes(model: Model | None = None) -> int:
 
 
 def _checkpoints(ctx: Context, options: Options) -> int:
-    """Return the most bytes of checkpoints that all sequences have."""
+    """Return the most bytes of checkpoints, over all sequences."""
     held = ctx.kv_bytes()
     one = held.recurrent // (1 + ctx.n_rollback)  # there is one for each token of a draft, too
     return min(options.checkpoint_limit, MOST * (held.swa + one)) if held.attn else 0
 
 
 def resident_bytes() -> int:
-    """Return the RAM of this process now, with what it maps of files."""
+    """Return the current RAM of this process, including mapped files."""
     try:
         return int(_STATM.read_text().split()[1]) * resource.getpagesize()
     except OSError:  # not Linux
@@ -136,8 +137,8 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the most RAM that this process has had at one time, with what it maps of files."""
-    try:  # VmHWM, because ru_maxrss is that of the parent, too, where it was larger before exec
+    """Return the peak RAM of this process, including mapped files."""
+    try:  # VmHWM, because ru_maxrss also counts the parent's peak before exec
         return int(_STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""The ways to hold a context in a GPU's memory and RAM of given sizes: caches of several types, in RAM, pools, and layers on the CPU."""
+"""The ways to fit a context into given GPU memory and RAM: full caches by type, a cache in RAM, pools, and layers on the CPU."""
 
 import math
 from collections.abc import Iterator
@@ -21,19 +21,19 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.sizing import HOST_CAP
 
 POOLS = (16_384, 8192, 4096, 2048, 1024)
-"""Pools that are tried, the largest first: a larger pool answers better and decodes more slowly."""
-_READS_MUCH = 1.25  # times the least that a token reads in RAM: answers are slower by as much
-_AS_GOOD = 1.5  # times the divergence of q8_0, within which seeds differ
+"""Pool sizes to try, the largest first: a larger pool answers better and decodes more slowly."""
+_READS_MUCH = 1.25  # times the least RAM read per token; more makes answers slower by the same factor
+_AS_GOOD = 1.5  # times the divergence of q8_0: a difference that other seeds make, too
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A way to hold the context.
 
-    kind: the cache: "f16", "q8_0", "q4_0", "RAM" or "pool". options: fields of Options that it takes. needs: what each device
-    holds. lacking: bytes that each is short of, by name; {}: it fits. moves: experts, or feed-forward weights, may stay on the host.
-    on_gpu: there is a GPU to compute with. n_on_cpu: layers of which feed-forward weights stay there. host_read: bytes of weights that the
-    CPU reads in RAM for a token. recurrent: the model has such states, too.
+    kind: the cache: "f16", "q8_0", "q4_0", "RAM" or "pool". options: the fields of Options that make it. needs: each device's memory.
+    lacking: missing bytes, "GPU" or "RAM"; {}: it fits. moves: experts, or feed-forward weights, may stay on the host. on_gpu: a GPU
+    computes. n_on_cpu: layers whose feed-forward weights stay on the host. host_read: bytes of weights that the CPU reads from RAM per
+    token. recurrent: the model has recurrent states.
     """
 
     kind: str
@@ -54,23 +54,23 @@ class Offer:
 
     @property
     def coarse(self) -> str:
-        """Bits of the codes of what is outside a pool."""
+        """The bits of the codes beside a pool; "off" without codes."""
         return str(self.options.get("coarse", "off"))
 
     def divergence(self, n_ctx: int) -> dict[str, float] | None:
-        """Return how far its long answers are from the full f16 cache's, as expected.divergence(); None: it was not measured."""
+        """Return the divergence of long answers from the full f16 cache's, as expected.divergence(); None: not measured."""
         kind = self.options.get("type_k", "f16")
         if self.n_pool is None or self.lossless:
             return expected.FULL_KLD[kind]
         return expected.divergence(self.n_pool / n_ctx, self.coarse, kind)
 
     def is_close(self, n_ctx: int) -> bool:
-        """Return whether its long answers are as close to the full f16 cache's as those of a full q8_0 cache."""
+        """Return whether its long answers diverge from the full f16 cache's about as little as a full q8_0 cache's."""
         far, q8_0 = self.divergence(n_ctx), expected.FULL_KLD["q8_0"]
         return far is not None and all(far[text] <= _AS_GOOD * q8_0[text] for text in far)
 
     def speed(self, n_ctx: int) -> float | None:
-        """Return its speed, as expected.speed(); None: it was not measured."""
+        """Return its speed, as expected.speed(); None: not measured."""
         if self.lossless or (self.on_gpu and self.host_read and self.kind != "RAM"):
             return None
         if not self.on_gpu:
@@ -79,21 +79,21 @@ class Offer:
 
     @property
     def most_speed(self) -> float:
-        """The most tokens a second that RAM allows, from which weights come; infinite if none do."""
+        """The most tokens per second that reading weights from RAM allows; infinite if no weights are there."""
         return expected.RAM_RATE / self.host_read if self.host_read else math.inf
 
     def bytes_of(self, *, gpu: bool) -> int:
-        """Return the bytes of the GPU's memory, or of RAM, with a full context."""
+        """Return the bytes of GPU memory, or of RAM, with a full context."""
         return sum(need.total for need in self.needs if need.gpu == gpu)
 
 
 def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = None) -> list[Offer]:
-    """Return all ways, whether they fit or not. n_ctx: positions; 0: as many as the model was trained for. gpu, ram: bytes; gpu 0: the CPU
-    computes. n_ubatch: tokens of a physical batch; None: the usual ones, or fewer where those take memory that is missing.
+    """Return all ways, whether they fit or not. n_ctx: positions; 0: the trained context. gpu, ram: bytes; gpu 0: the CPU computes.
+    n_ubatch: tokens of a physical batch; None: the usual number, or fewer if memory is short.
 
     Loads no weights. Raises as planning.needs().
     """
-    with pretending(gpu and max(1, gpu - DRIVER), ram):  # as a program has it that has begun
+    with pretending(gpu and max(1, gpu - DRIVER), ram):  # the driver takes its part when a program starts
         with Model.load(path, no_alloc=True) as model:
             check_runs(model, Options(pool="off"))
             n_ctx, experts = n_ctx or model.n_ctx_train, has_experts(model.weights())
@@ -101,7 +101,7 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
         base = Options(n_ctx=n_ctx, n_ubatch=Options().n_ubatch if n_ubatch is None else n_ubatch)
         if not gpu:
             return list(_OnCPU(path, replace(base, n_gpu_layers=0), 0, ram, {}, facts).all())
-        # all on the first GPU: more of them have more memory in all, but each holds its own layers
+        # all on the first GPU: several GPUs have more memory together, but each holds its own layers
         base = replace(base, split_mode="none", n_cpu_moe="auto" if experts else 0)
         look = _Look(path, base, gpu, ram, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {}, facts)
         found = list(look.all())
@@ -111,18 +111,18 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
 
 
 class Rank(IntEnum):
-    """How good a way is, the best first."""
+    """The quality of a way, the best first."""
 
-    CLOSE = 0  # as a full q8_0 cache, or closer
-    CODED = 1  # codes of 4 bits beside a pool that is smaller than those that were measured
+    CLOSE = 0  # diverges no more than a full q8_0 cache
+    CODED = 1  # codes of 4 bits beside a pool smaller than the measured ones
     LOSSLESS = 2
     FAR = 3  # long answers are worse
-    SHARED = 4  # the CPU has a part of some layers
-    BLIND = 5  # a token sees the pool, and nothing else
+    SHARED = 4  # the CPU computes a part of some layers
+    BLIND = 5  # a token attends to resident chunks only
 
 
 def rank(offer: Offer, n_ctx: int) -> Rank:
-    """Return how good a way is that fits."""
+    """Return the rank of a way that fits."""
     if offer.n_pool is not None and offer.coarse == "off" and not offer.lossless:
         return Rank.BLIND
     if offer.n_on_cpu:
@@ -135,18 +135,18 @@ def rank(offer: Offer, n_ctx: int) -> Rank:
 
 
 def usable(found: list[Offer]) -> list[Offer]:
-    """Return the ways that may be taken: the cache in RAM is slow, and q4_0 breaks answers of the model that was measured."""
+    """Return the ways to recommend: not the cache in RAM, which is slow, nor q4_0, which broke answers of the measured model."""
     return [offer for offer in found if offer.kind not in ("q4_0", "RAM")]
 
 
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
-    """Return the one to take of those that fit; None if none does.
+    """Return the best way that fits, or None.
 
-    It has the best rank; of these, a token reads little more of the experts in RAM than it must, then batches are the usual ones, then as
-    few layers as possible are in RAM unless answers get worse by that, then it has the least divergence from the full f16 cache, as far as it was measured, and the largest pool.
+    The order of criteria: the rank; few bytes of experts read from RAM per token; the usual batch size; few layers in RAM, unless that
+    makes answers worse; the least measured divergence from the full f16 cache; the largest pool.
     """
     fit = [offer for offer in usable(found) if not offer.lacking]
-    if fit and not fit[0].on_gpu:  # answers of a pool are as good, and written in a part of the time
+    if fit and not fit[0].on_gpu:  # a pool's answers are as good, and much faster
         return max(fit, key=lambda offer: (offer.n_pool is None) == (n_ctx <= HOST_CAP))
     ranks = [rank(offer, n_ctx) for offer in fit]
     least = min((offer.host_read for offer, its in zip(fit, ranks, strict=True) if its == min(ranks)), default=0)
@@ -173,7 +173,7 @@ def _answers_well(offer: Offer) -> bool:
 
 
 class _Look:
-    """small: options of smaller batches, {}: there are none."""
+    """small: options for smaller batches; {}: none."""
 
     def __init__(self, path: Path, base: Options, gpu: int, ram: int, small: dict[str, Any], facts: "_Facts") -> None:
         self._path, self._base, self._small, self._facts = path, base, small, facts
@@ -183,7 +183,7 @@ class _Look:
         yield from self._full()
         yield self._in_ram()
         for kind in ("f16", "q8_0"):
-            with suppress(UnsupportedError):  # a memory that cannot be pooled
+            with suppress(UnsupportedError):  # the memory cannot be pooled
                 for more in ({}, {"mode": "lossless"}):
                     if (pool := self._pool(kind, more)) is not None:
                         yield pool
@@ -191,13 +191,13 @@ class _Look:
     def _full(self) -> Iterator[Offer]:
         yield self._offer("f16", {"pool": "off"})
         for kind in ("q8_0", "q4_0"):
-            with suppress(UnsupportedError):  # a cache type that the model's rows do not have
+            with suppress(UnsupportedError):  # the cache type does not suit the model's rows
                 yield self._offer(kind, {"pool": "off", **_types(kind)})
 
     def tight(self) -> Iterator[Offer]:
-        """Yield ways for a model that leaves too little of a GPU: with weights of some layers in RAM.
+        """Yield ways for a model too large for the GPU: with the weights of some layers in RAM.
 
-        Batches are not the smallest ones if larger ones fit: to read a prompt, each of them has these weights copied.
+        Prefers larger batches if they fit: every prompt batch copies these weights to the GPU.
         """
         batches = [{"n_ubatch": 2 * SMALL_BATCH}, self._small] if self._small else [{}]
         size = next((size for size in POOLS[3:] if size < self._base.n_ctx), None)
@@ -211,17 +211,18 @@ class _Look:
                 yield from islice((offer for offer in tried if not offer.lacking), 1)
 
     def _pool(self, kind: str, more: dict[str, str]) -> Offer | None:
-        """Return the largest pool that fits with the closest codes for which the smallest pool leaves memory, with small batches if need
-        be; if none fits, the smallest one without codes. None if the context or the model has none. more: options.
+        """Return the best pool: the most accurate codes that fit beside the smallest pool (with small batches if necessary), and the
+        largest pool that fits with them. If none fits, the smallest pool without codes. None if the context is too small or the model
+        cannot be pooled. more: options.
         """
         *larger, least = [size for size in POOLS if size < self._base.n_ctx] or [0]
         found = None
         batches = [{}, self._small] if self._small else [{}]
         forms = [(bits, batch) for bits in expected.BITS for batch in (batches if bits != "off" else [{}])]
         for bits, batch in forms if least else ():
-            with suppress(UnsupportedError):  # codes that there cannot be
+            with suppress(UnsupportedError):  # the model cannot have codes
                 found = self._offer("pool", {"pool": least, "coarse": bits, **_types(kind), **batch, **more})
-                if found.n_pool is None:  # what cannot be pooled has the full cache
+                if found.n_pool is None:  # it cannot be pooled, and has the full cache
                     return None
                 if not found.lacking:
                     break
@@ -263,8 +264,8 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What its offers are told of a model. embeddings: bytes in RAM of which the CPU reads nothing for a token; share: what it reads of
-    the others, which are experts, or not. recurrent: it has such states.
+    """Facts about a model. embeddings: bytes of token embeddings, in RAM, of which a token reads next to nothing. share: the fraction
+    that a token reads of other weights in RAM. of_experts: the model has experts. recurrent: it has recurrent states.
     """
 
     embeddings: int
@@ -289,7 +290,7 @@ class _Facts:
 
 
 class _OnCPU(_Look):
-    """Without a GPU: full caches, and the pool that `auto` would take."""
+    """Without a GPU: full caches, and the pool that `auto` would choose."""
 
     def all(self) -> Iterator[Offer]:
         yield from self._full()
@@ -305,7 +306,7 @@ def _types(kind: str) -> dict[str, str]:
 
 
 def _in_host(held: tuple[Need, ...]) -> tuple[Need, ...]:
-    """Return what is held with KV and states in RAM, where llama.cpp has both, wherever the machine that looks has them."""
+    """Return the needs with KV and states moved to RAM, where llama.cpp keeps both, whatever this machine's devices are."""
     kv, states = sum(need.kv for need in held), sum(need.states for need in held)
     there = next(i for i, need in enumerate(held) if not need.gpu)
     return tuple(

@@ -1,4 +1,4 @@
-"""The exact pass of a pool: how many panes it has, and whether there is memory for them."""
+"""The exact pass of a pool: the number of its panes, and the check of their memory."""
 
 from typing import Any, NamedTuple
 
@@ -19,11 +19,10 @@ _WAY_OUT = "a smaller `n_ctx`, a smaller cache type (`type_k`, `type_v`), or `pr
 def open_exact(
     model: Model, geometry: Geometry, options: Options, n_pane: int, tap: Tap
 ) -> tuple[ExactReader | None, tuple[str, ...], tuple[str, ...]]:
-    """Make the context that reads prompts exactly, n_pane layers at a time.
+    """Make the context that reads prompts exactly, with n_pane panes. options: resolved.
 
-    options: resolved.
-
-    Returns it, notes and warnings. Raises NativeError and UnsupportedError; with "auto" they become a warning instead.
+    Returns the reader, notes and warnings. Raises NativeError and UnsupportedError; with `prefill` "auto", the reader is None and
+    the error becomes a warning.
     """
     n_cells = -(-options.n_ctx // CELLS) * CELLS
     try:
@@ -48,8 +47,8 @@ def open_exact(
 
 
 class ExactBytes(NamedTuple):
-    """What an exact pass takes on a device: panes, without codes that are in their memory, buffers of the computation, sliding windows
-    and recurrent states.
+    """The bytes of an exact pass on a device: panes (without codes that share their memory), compute buffers, and the states: sliding
+    windows and recurrent states.
     """
 
     panes: int = 0
@@ -60,11 +59,11 @@ class ExactBytes(NamedTuple):
 def exact_bytes(
     model: Model, geometry: Geometry, options: Options, n_pane: int = 0, tap: Tap = NO_TAP
 ) -> dict[int, ExactBytes]:
-    """Return what an exact pass takes on each device, by its index. Windows and states are counted on one, since where they
-    are is not known.
+    """Return the bytes of an exact pass on each device, by index. Windows and states count on one device, because their placement is
+    unknown.
 
-    model: loaded with no_alloc. options: resolved. n_pane: layers at a time; 0: those of the options, or as few as may be.
-    Raises NativeError and UnsupportedError.
+    model: loaded with no_alloc. options: resolved. n_pane: panes; 0: those of the options, or LEAST_PANES. Raises NativeError and
+    UnsupportedError.
     """
     n_pane = n_pane or options.panes or LEAST_PANES
     states = _state_bytes(model, options)
@@ -73,7 +72,7 @@ def exact_bytes(
 
 
 def held_bytes(ctx: ExactContext, geometry: Geometry, options: Options) -> dict[int, ExactBytes]:
-    """Return what an exact pass that is open has on each device, as exact_bytes()."""
+    """Return the bytes of an open exact pass on each device, as exact_bytes() does."""
     held = ctx.kv_bytes()
     return _by_device(ctx, geometry, options, ctx.pane_info().n_pane, held.swa + held.recurrent)
 
@@ -92,7 +91,7 @@ def _by_device(
 
 
 def _state_bytes(model: Model, options: Options) -> int:
-    """Return what a context has beside full attention: as much as a stock one, which tells it even without memory."""
+    """Return the bytes of windows and states. A stock context has as many, and reports them without allocating."""
     with Context(model, **_shape(model, options)) as ctx:
         held = ctx.kv_bytes()
     return held.swa + held.recurrent

@@ -1,6 +1,4 @@
-"""Placement of experts and feed-forward weights: a look at a model without its weights, before it is loaded, decides which stay on the
-host.
-"""
+"""Placement of experts and feed-forward weights: decides which stay on the host, by opening the model without its weights."""
 
 import re
 from collections.abc import Sequence
@@ -30,14 +28,14 @@ def has_experts(weights: Sequence[Weight]) -> bool:
 
 
 def on_host(placed: Placement) -> list[str]:
-    """Return patterns for what stays on the host: experts, as llama.cpp's -ncmoe has them, or else feed-forward weights."""
+    """Return patterns of the weights that stay on the host: experts, as with llama.cpp's -ncmoe, or else feed-forward weights."""
     return [rf"blk\.{i}{_FEED_FORWARD if placed.dense else _EXPERTS}" for i in range(placed.n_cpu_moe)]
 
 
 def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Placement:
-    """Decide where the experts go, and what pool remains; see place_experts.
+    """Decide the placement of experts, and the pool to request; see place_experts.
 
-    model: loaded without weights (no_alloc), for the devices that it will be loaded onto.
+    model: loaded without weights (no_alloc), for its future devices.
     geometry: of its full-attention cache.
     options: resolved.
     floor: the fewest cells of a pool.
@@ -57,7 +55,7 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
 
 
 def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding]:
-    """Return what each device that will hold part of the model is to hold, and its free memory now."""
+    """Return the future contents and the current free memory of each device that will hold part of the model."""
     weights, found = model.weights(), devices()
     token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
     n_layer = 1 + max((int(m[1]) for w in weights if (m := _LAYER.match(w.name))), default=-1)
@@ -87,14 +85,14 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
                 codes=codes.get(i, 0),
                 gpu=found[i].gpu,
                 dense=dense,
-                reserve=LEAST if dense else RESERVE,  # each layer that moves is read whole, for each token
+                reserve=LEAST if dense else RESERVE,  # small, because a token reads each moved layer whole
             )
         )
     return res
 
 
 def _sizes(weights: Sequence[Weight], moves: re.Pattern[str], n_layer: int) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of the weights that stay, and of those of each layer that may move."""
+    """Return the bytes of the weights that cannot move, and for each layer the bytes of those that can."""
     others, moved = 0, [0] * n_layer
     for weight in weights:
         if match := moves.match(weight.name):
@@ -107,18 +105,18 @@ def _sizes(weights: Sequence[Weight], moves: re.Pattern[str], n_layer: int) -> t
 def _measured(
     model: Model, geometry: Geometry, options: Options, here: Sequence[int]
 ) -> tuple[int, list[tuple[int, int]], list[int]]:
-    """Measure the memory beside weights and pool, in contexts that allocate nothing: a small and a full cache.
+    """Measure memory other than weights and pool, with contexts that allocate nothing: a small and a full cache.
 
     Returns three values, in bytes:
-    - sliding windows and recurrent states, and a cache that cannot be pooled because its rows are unknown, counted once
-      per device because their placement is unknown;
-    - for each device in `here`, the compute buffers and their growth with each token of KV;
-    - for each device in `here`, what a drafter takes.
+    - sliding windows and recurrent states, and a cache that cannot be pooled because its rows are unknown; these count on
+      every device, because their placement is unknown;
+    - for each device in `here`, the compute buffers, and their growth per token of KV;
+    - for each device in `here`, the memory of a drafter.
     """
     n_ubatch = min(options.n_ubatch, options.n_batch or options.n_ubatch)
     least = options.n_ctx
     if geometry.rows:
-        least = min(least, model.n_swa + n_ubatch + CELLS)  # a longer context does not change windows and states
+        least = min(least, model.n_swa + n_ubatch + CELLS)  # windows and states do not grow beyond this
     with _context(model, options, least, min(n_ubatch, least)) as small:
         held = small.kv_bytes()
         base = [small.compute_bytes(i) for i in here]
@@ -135,7 +133,7 @@ def _measured(
 
 
 def drafters(options: Options, target: Context, here: Sequence[int]) -> list[int]:
-    """Return what a drafter of this target takes on each device in `here`, as drafter_bytes()."""
+    """Return the bytes of this target's drafter on each device in `here`, as drafter_bytes() does."""
     if options.spec is None:
         return [0 for _ in here]
     n_batch = options.drafter_batch(min(options.n_batch or BATCH, options.n_ctx))

@@ -1,4 +1,4 @@
-"""What a model takes of each device's memory, before anything of it is loaded."""
+"""Estimate the memory that a model needs on each device, before its weights are loaded."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from pyllama_kvflash.scorers.factory import query_of
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What loading a model comes to. needs: what each device holds with a full context. options: with codes and policy decided."""
+    """The expected result of loading. needs: each device's memory with a full context. options: with codes and policy decided."""
 
     needs: tuple[Need, ...]
     size: PoolSize
@@ -31,23 +31,23 @@ class Planned:
 
 
 def needs(path: Path, options: Options) -> tuple[tuple[Need, ...], PoolSize]:
-    """Return what each device holds with a full context, and the pool. Raises as loading.load()."""
+    """Return each device's memory with a full context, and the pool. Raises as loading.load()."""
     found = planned(path, options)
     return found.needs, found.size
 
 
 def planned(path: Path, options: Options) -> Planned:
-    """Return what loading comes to, with the memory that is free now. Raises as loading.load()."""
+    """Return the expected result of loading with the memory that is free now. Raises as loading.load()."""
     with look(path, options) as found:
         return found.planned()
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A model that is looked at without its weights, on the devices where it will be.
+    """A model opened without its weights, on its future devices.
 
-    options: resolved, with experts placed, and a pool only if there can be one; codes and policy as they were given. free: as for
-    bits.fits(). program: see program_bytes().
+    options: resolved, with experts placed, and with a pool only if the model can have one; codes and policy are not decided. free: as
+    for bits.fits(). program: see program_bytes().
     """
 
     model: Model
@@ -57,7 +57,7 @@ class Look:
     program: int
 
     def planned(self, pool: int | str | None = None) -> Planned:
-        """Return what loading comes to. pool: another one than that of the options. Raises as loading.load()."""
+        """Return the expected result of loading. pool: replaces that of the options. Raises as loading.load()."""
         options = self.options if pool is None else replace(self.options, pool=pool)
         check_codes(self.model, options, self.seen)
         choices = bits_of(options, self.seen)
@@ -70,7 +70,7 @@ class Look:
 
 @contextmanager
 def look(path: Path, options: Options) -> Iterator[Look]:
-    """Look at a model for as long as this is open. Raises as loading.load(), but for a model of which there is no pool."""
+    """Open a model for inspection. Raises as loading.load(), except for a model that cannot be pooled."""
     for server in options.rpc:
         add_rpc(server)
     refusal = None
@@ -90,7 +90,7 @@ def look(path: Path, options: Options) -> Iterator[Look]:
 
 
 class _Looking:
-    """Where a plan is only looked at: what the weights and an exact pass will take is not free."""
+    """The ground of a plan that is only inspected: it subtracts the future weights and exact pass from free memory."""
 
     def __init__(self, model: Model, geometry: Geometry, options: Options) -> None:
         self.weights = weights_of(model)

@@ -1,4 +1,4 @@
-"""Every refusal: the reason, and what to do instead. Errors and docs/REFUSALS.md are made from these tables."""
+"""Every refusal: the reason and the alternative. Errors and docs/REFUSALS.md are made from these tables."""
 
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ MODELS = {
         "run the model that it was made for",
     ),
 }
-"""Models that cannot be run, with a pool or without, by native.Model.refusal."""
+"""Models that cannot be run at all, by native.Model.refusal."""
 
 MEMORIES = {
     "llama_kv_cache_dsa": Refusal(f"beside the KV cache it keeps an index {_PICKS}", _FULL),
@@ -108,7 +108,7 @@ CODES = {
         f"{_OTHER}, or give `flash_attn` off",
     ),
 }
-"""Pools that have no codes of all positions, by which layers choose with policy fresh. The reason is in the library's own words."""
+"""Pools that cannot have codes, and so no policy fresh. The reasons are the library's own words."""
 
 ON_DISK = Refusal(
     "layers on a GPU fetch from pinned memory, and records on disk (`disk`) cannot be pinned",
@@ -124,20 +124,20 @@ SHIFT = Refusal(
 
 
 def of_model(kind: str) -> str:
-    """Return why a model cannot be run, and what to do instead. kind: a key of MODELS."""
+    """Return why a model cannot be run, and the alternative. kind: a key of MODELS."""
     return str(MODELS[kind])
 
 
 def of_codes(error: str) -> str:
-    """Return why there can be no codes of all positions, and what to do instead. error: the library's message."""
+    """Return why a pool cannot have codes, and the alternative. error: the library's message."""
     known = (r for r in (*CODES.values(), ON_DISK) if error == r.reason)
     return str(next(known, Refusal(error, _OTHER)))
 
 
 def of_memory(memory_class: str, n_layer: int, error: str) -> str:
-    """Return why a memory cannot be pooled, and what to do instead.
+    """Return why a memory cannot be pooled, and the alternative.
 
-    n_layer: layers with full attention. error: the library's message, used for a class that is in no table.
+    n_layer: layers with full attention. error: the library's message, used for a class that no table has.
     """
     empty = n_layer == 0 and memory_class in _WINDOWED
     refusal = WINDOWS if empty else MEMORIES.get(memory_class)

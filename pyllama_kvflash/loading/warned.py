@@ -1,12 +1,12 @@
-"""Warnings of options that do not suit the model, the machine, or each other."""
+"""Warnings about options that do not suit the model, the machine, or each other."""
 
 from pyllama_kvflash.native import Model, devices
 from pyllama_kvflash.options import Options, cores
 
 
 def untrained(model: Model, n_ctx: int) -> tuple[str, ...]:
-    """Return warnings if a context is longer than a model was trained on, with its scaling of RoPE, if that is for a longer one, or of
-    a part that the model does not have.
+    """Return warnings if a context exceeds the model's reach (training, scaled by RoPE), or if RoPE options are for a longer context
+    or do nothing for this model.
     """
     return _beyond(model, n_ctx) + _without_yarn(model)
 
@@ -38,7 +38,7 @@ def _without_yarn(model: Model) -> tuple[str, ...]:
 
 
 def idle(options: Options, n_pool: int | None) -> tuple[str, ...]:
-    """Return warnings of options that do nothing on this machine, or without a pool."""
+    """Return warnings about options that do nothing on this machine, or without a pool."""
     res, n = [], cores()
     if options.meter_share and n_pool is None and options.pool != "off":
         res.append("there is no pool, so the meter has nothing to compare: every token is the full cache's")
