@@ -22,7 +22,8 @@ from support.rounding import Chosen, held
 from pyllama_kvflash import KVFlash, Sampling, Token
 from pyllama_kvflash.engine import generation
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import Context, Grammar, Sampler, check_grammar, either, json_grammar
+from pyllama_kvflash.json_schema import json_grammar
+from pyllama_kvflash.native import Context, Grammar, Sampler, check_grammar, either
 from pyllama_kvflash.native.lib import ffi, lib
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Spec

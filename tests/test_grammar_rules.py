@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.native import Follower, Grammar, Model, check_grammar, json_grammar
+from pyllama_kvflash.json_schema import json_grammar
+from pyllama_kvflash.native import Follower, Grammar, Model, check_grammar
 from pyllama_kvflash.native.lib import _kvflash, ffi
 from pyllama_kvflash.needle import BUNDLED_MODEL
 

@@ -16,7 +16,6 @@ from support.gbnf import Grammar
 
 from pyllama_kvflash.json_schema import check, languages, patterns
 from pyllama_kvflash.json_schema.formats import FORMATS
-from pyllama_kvflash.native import whole_grammar
 
 TEXTS = ["".join(chars) for n in range(5) for chars in itertools.product("ab1,", repeat=n)]
 
@@ -55,7 +54,7 @@ def compare(pattern: str, texts: list[str]) -> None:
     language = patterns.language(pattern)
     assert [languages.has(language, text) for text in texts] == want, pattern
     if any(want) or language != languages.NOTHING:
-        grammar = Grammar(whole_grammar(check({"type": "string", "pattern": pattern})))
+        grammar = Grammar(check({"type": "string", "pattern": pattern}).grammar())
         assert [grammar.takes(json.dumps(text)) for text in texts] == want, pattern
         assert found(pattern)(json.loads(grammar.made(random.Random(1)))), pattern
 
@@ -132,7 +131,7 @@ def test_characters_as_ecmascript_has_them() -> None:
         (r"^\u{1F600}$", "😀", "u"), ("^{a}$", "", "a"), (r"^[\x01-\x1f]$", "\x01\x1f\n\b", " "), (r"^\0$", "\0", "0"), (r"^[\]\\]$", "]\\", "["), ("^.$", "a\x7f", "\n\r\u2028"), (r"^\/$", "/", "\\"),
     ]  # fmt: skip
     for pattern, good, bad in cases:
-        grammar = Grammar(whole_grammar(check({"type": "string", "pattern": pattern})))
+        grammar = Grammar(check({"type": "string", "pattern": pattern}).grammar())
         for texts, is_good in ((good, True), (bad, False)):
             assert all(grammar.takes(json.dumps(char, ensure_ascii=False)) == is_good for char in texts), pattern
     assert languages.has(patterns.language("^{a}$"), "{a}")
@@ -225,7 +224,7 @@ JUDGES: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_strings_of_a_format(name: str) -> None:
-    grammar = Grammar(whole_grammar(check({"type": "string", "format": name}, strict=True)))
+    grammar = Grammar(check({"type": "string", "format": name}, strict=True).grammar())
     rng = random.Random(2)
     for _ in range(150):
         text = json.loads(grammar.made(rng))

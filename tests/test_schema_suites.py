@@ -15,7 +15,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.json_schema import SchemaError, check
-from pyllama_kvflash.native import check_grammar, whole_grammar
+from pyllama_kvflash.native import check_grammar
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = [pytest.mark.native, pytest.mark.nightly(GRAMMARS)]
@@ -42,7 +42,7 @@ def told(groups: Iterable[suites.Group]) -> Counter[str]:
                 n["refused"] += 1
                 continue
             n["loosened"] += bool(checked.loosened)
-            text = whole_grammar(checked)
+            text = checked.grammar()
             check_grammar(text, kv.model)
             grammar = Grammar(text)
             for value, is_valid in group.values:

@@ -60,7 +60,7 @@ def server() -> Iterator[Running]:
 
 
 def rendered(model: Model, template: str = TOOLS_JINJA, **asked: Any) -> Rendered:
-    return ChatTemplate.of(model, template).rendered(HI, **asked)
+    return ChatTemplate(model, template).rendered(HI, **asked)
 
 
 def takes(found: Rendered, text: str) -> bool:

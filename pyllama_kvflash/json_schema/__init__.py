@@ -1,20 +1,36 @@
 """JSON schemas as grammars: every keyword is enforced, or named as one that is not. Nothing here needs the native library.
 
 A schema is surveyed (`document`), put together (`branches`, `merged`, `objects`: `normal`), and its shapes are written as a
-grammar (`gbnf`) or as a plain schema (`plain`). `keywords` says what comes of each keyword.
+grammar (`gbnf`). `keywords` says what comes of each keyword.
 """
 
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pyllama_kvflash.json_schema.arguments import Argument, Arguments, arguments
 from pyllama_kvflash.json_schema.context import Context, Loosened
 from pyllama_kvflash.json_schema.document import Document, SchemaError, loads
 from pyllama_kvflash.json_schema.gbnf import Writer
+from pyllama_kvflash.json_schema.keywords import TYPES
 from pyllama_kvflash.json_schema.normal import Normal
-from pyllama_kvflash.json_schema.plain import Plain
 from pyllama_kvflash.json_schema.shapes import Key, Shapes
 
-__all__ = ["Checked", "Loosened", "SchemaError", "check", "check_arguments", "loads", "refuse_loosened"]
+__all__ = [
+    "TYPES",
+    "Argument",
+    "Arguments",
+    "Checked",
+    "Key",
+    "Loosened",
+    "SchemaError",
+    "check",
+    "check_arguments",
+    "json_grammar",
+    "loads",
+    "refuse_loosened",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +42,33 @@ class Checked:
     key: Key
     loosened: tuple[Loosened, ...]
 
-    def rules(self, prefix: str) -> tuple[str, str]:
-        """Return the name of the rule of the schema's values, and GBNF with that and all others, whose names have a prefix."""
-        return Writer(self.shapes, prefix).written(self.key)
+    def grammar(self) -> str:
+        """Return the grammar (GBNF) of the schema's texts."""
+        (name,), rules = self.rules("j", [(self.key,)])
+        return f"root ::= {name}\n{rules}"
 
-    def plain(self, prefix: str) -> tuple[dict[str, Any], bool]:
-        """Return a schema of an object for llama.cpp's converter, and whether it says all that this one does. prefix: of the names
-        of definitions in it.
+    def rules(self, prefix: str, values: Sequence[Sequence[Key]]) -> tuple[list[str], str]:
+        """Return GBNF for values of which each is of one of some keys: the names of their rules, and all rules, whose names have
+        a prefix.
         """
-        plain = Plain(self.shapes, prefix)
-        try:
-            return plain.arguments(self.key), plain.exact
-        except RecursionError:  # so deep that llama.cpp's converter had better not see it
-            return {"type": "object", "properties": {}, "required": []}, False
+        return Writer(self.shapes, prefix).written(values)
+
+    def arguments(self) -> Arguments:
+        """Return the arguments of a call that keeps to the schema."""
+        return arguments(self.shapes, self.key)
+
+
+def json_grammar(schema: str, *, strict: bool = False, note: Callable[[str], None] = warnings.warn) -> str:
+    """Return the grammar (GBNF) of the texts that a JSON schema allows.
+
+    note: called with a sentence about each keyword that is not enforced. strict: such a schema is an error instead.
+
+    Raises UsageError, and SchemaError, which names the place and the keyword.
+    """
+    checked = check(loads(schema), strict=strict)
+    for loosened in checked.loosened:
+        note(str(loosened))
+    return checked.grammar()
 
 
 def check(schema: Any, *, strict: bool = False) -> Checked:
@@ -77,17 +107,13 @@ def check_arguments(schema: Any) -> Checked:
 
 
 def _checked(schema: Any, document: Document, *, of_objects: bool = False) -> Checked:
-    try:
-        return _put_together(schema, document, of_objects=of_objects)
-    except RecursionError:
-        raise SchemaError("#", "", "its references are too deep in each other") from None
-
-
-def _put_together(schema: Any, document: Document, *, of_objects: bool) -> Checked:
     context = Context(document)
     for place, keyword, why in document.unknown:
         context.note(place, keyword, why)
-    places = [document.root, *([document.made(document.root, "object", {"type": "object"})] if of_objects else [])]
-    key = context.key(places)
-    shapes = Normal(context).of(key)
+    try:
+        objects = [document.made(document.root, "object", {"type": "object"})] if of_objects else []
+        key = context.key([document.root, *objects])
+        shapes = Normal(context).of(key)
+    except RecursionError:
+        raise SchemaError("#", "", "its references are too deep in each other") from None
     return Checked(schema, shapes, key, tuple(context.loosened))

@@ -1,12 +1,12 @@
 """What a schema is put together from: its branches, each a set of schemas that a value must all meet."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pyllama_kvflash.json_schema.document import REFERENCES, Document, Place
-from pyllama_kvflash.json_schema.keywords import TYPES, is_annotation
-from pyllama_kvflash.json_schema.values import Checker, Unsure, types
+from pyllama_kvflash.json_schema.keywords import DEPENDENT, TYPES, is_annotation
+from pyllama_kvflash.json_schema.values import ALL_KINDS, Checker, Unsure, allowed, kinds, listed
 
 MAX_BRANCHES = 500
 
@@ -19,6 +19,15 @@ class Branch:
 
     places: tuple[Place, ...]
     left: tuple[tuple[Place, str, str], ...]
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of values that all of the schemas allow."""
+        return frozenset.intersection(ALL_KINDS, *(allowed(place.schema) for place in self.places))
+
+    def having(self, keyword: str) -> Iterator[tuple[Place, Any]]:
+        """Yield the places that have a keyword, with its value."""
+        return ((place, place.get(keyword)) for place in self.places if place.has(keyword))
 
 
 @dataclass(slots=True)
@@ -42,28 +51,34 @@ class _State:
         return _State(dict(self.have), list(self.choices), list(self.left))
 
 
-class _TooManyError(Exception):
-    def __init__(self, choice: _Choice) -> None:
-        super().__init__()
-        self.choice = choice
-
-
 class Branches:
     """Finds the branches of schemas in a document."""
 
     def __init__(self, document: Document, checker: Checker) -> None:
         self._document, self._checker = document, checker
-        self._dropped: set[tuple[int, str]] = set()  # places and keywords whose choices were too many
 
     def of(self, places: Sequence[Place]) -> list[Branch]:
         """Return the branches of schemas that must all be met; none: nothing can be of them all."""
-        while True:
-            try:
-                return [Branch(tuple(s.have.values()), tuple(s.left)) for s in self._grown(places, _State())]
-            except _TooManyError as many:
-                self._dropped.add((many.choice.place.index, many.choice.keyword))
+        done: list[Branch] = []
+        todo = self._grown(places, _State())
+        while todo:
+            state = todo.pop(0)
+            if not state.choices:
+                done.append(Branch(tuple(state.have.values()), tuple(state.left)))
+                continue
+            choice = state.choices.pop(0)
+            grown = []
+            for option in choice.options:
+                self._document.spend(1 + (len(state.have) + len(state.choices)) // 16)  # copies are cheap
+                grown += self._grown(option, state.copy())
+            if len(done) + len(todo) + len(grown) > MAX_BRANCHES:
+                state.left.append((choice.place, choice.keyword, f"it makes more than {MAX_BRANCHES} combinations"))
+                grown = [state]
+            todo[:0] = grown
+        return done
 
     def _grown(self, option: Option, state: _State) -> list[_State]:
+        """Return a state that has an option's schemas, and those that they need; none: nothing can be of them all."""
         todo, ordered = list(option), list[Place]()  # ordered: those that come behind what they refer to
         while todo:
             place = todo.pop(0)
@@ -77,16 +92,7 @@ class Branches:
                 ordered += [place] if before else []
                 todo[:0] = [*before, place, *behind] if before else behind
                 self._choose(place, state)
-        if not state.choices:
-            return [state]
-        choice = state.choices.pop(0)
-        res: list[_State] = []
-        for one in choice.options:
-            self._document.spend(1 + (len(state.have) + len(state.choices)) // 16)  # copies are cheap
-            res += self._grown(one, state.copy())
-            if len(res) > MAX_BRANCHES:
-                raise _TooManyError(choice)
-        return res
+        return [state]
 
     def _needed(self, place: Place) -> tuple[list[Place], list[Place]]:
         """Return the places that must be met with this one: those named before its `properties`, and those behind them."""
@@ -102,31 +108,27 @@ class Branches:
 
     def _choose(self, place: Place, state: _State) -> None:
         """Note what a place leaves to choose, and what it asks for that choices cannot say."""
-        found: list[_Choice] = []
         for keyword in ("anyOf", "oneOf"):
             if place.has(keyword):
-                branches: list[Option] = [
+                options: list[Option] = [
                     [self._document.child(place, keyword, i)] for i in range(len(place.get(keyword)))
                 ]
-                found.append(_Choice(place, keyword, branches))
+                state.choices.append(_Choice(place, keyword, options))
         if place.has("oneOf") and not self._all_apart(place):
             state.left.append((place, "oneOf", "its branches may have values in common: it is taken as anyOf"))
-        found += self._dependent(place)
-        for keyword, options, why in ((*self._not(place),), (*self._if(place),)):
-            if options is None:
-                state.left.append((place, keyword, why))
-            elif options:
-                found.append(_Choice(place, keyword, options))
-        for choice in found:
-            if (place.index, choice.keyword) in self._dropped:
-                state.left.append((place, choice.keyword, f"it makes more than {MAX_BRANCHES} combinations"))
-            else:
-                state.choices.append(choice)
+        state.choices += self._dependent(place)
+        for keyword, find in (("not", self._not), ("if", self._if)):
+            if place.has(keyword):
+                found = find(place)
+                if found is None:
+                    state.left.append((place, keyword, "what is not of that schema cannot be determined"))
+                elif found:
+                    state.choices.append(_Choice(place, keyword, found))
 
     def _dependent(self, place: Place) -> list[_Choice]:
         """Return the choices of what depends on a property: without it, or with what it needs."""
         res = []
-        for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        for keyword in DEPENDENT:
             for name, needs in place.get(keyword, {}).items():
                 without = self._document.made(place, f"without {name}", {"properties": {name: False}})
                 needed = [name, *needs] if isinstance(needs, list) else [name]
@@ -135,25 +137,17 @@ class Branches:
                 res.append(_Choice(place, keyword, [[without], given]))
         return res
 
-    def _not(self, place: Place) -> tuple[str, list[Option] | None, str]:
-        if not place.has("not"):
-            return "not", [], ""
-        found = self._negated(self._document.child(place, "not"))
-        return (
-            "not",
-            None if found is None else [[one] for one in found],
-            "what is not of that schema cannot be determined",
-        )
+    def _not(self, place: Place) -> list[Option] | None:
+        negated = self._negated(self._document.child(place, "not"))
+        return None if negated is None else [[one] for one in negated]
 
-    def _if(self, place: Place) -> tuple[str, list[Option] | None, str]:
-        if not place.has("if") or not (place.has("then") or place.has("else")):
-            return "if", [], ""
+    def _if(self, place: Place) -> list[Option] | None:
+        then, other = ([self._document.child(place, k)] if place.has(k) else [] for k in ("then", "else"))
+        if not (then or other):
+            return []
         test = self._document.child(place, "if")
         negated = self._negated(test)
-        if negated is None:
-            return "if", None, "what is not of that schema cannot be determined"
-        then, other = ([self._document.child(place, k)] if place.has(k) else [] for k in ("then", "else"))
-        return "if", [[test, *then], *([one, *other] for one in negated)], ""
+        return None if negated is None else [[test, *then], *([one, *other] for one in negated)]
 
     def _negated(self, place: Place) -> list[Place] | None:
         """Return schemas of which a value meets one if it does not meet this one; None: they cannot be determined."""
@@ -172,15 +166,13 @@ class Branches:
         return self._negated_object(place, schema) if schema.keys() <= {"type", "properties", "required"} else None
 
     def _negated_object(self, place: Place, schema: dict[str, Any]) -> list[Place] | None:
-        made, allowed = self._document.made, types(schema)
-        if allowed and "integer" in allowed and "number" not in allowed:
-            return None  # numbers that have a fraction
-        res = []
-        if allowed:
-            others = [t for t in TYPES if t not in allowed and (t, "number" in allowed) != ("integer", True)]
-            res.append(made(place, "not type", {"type": others} if others else False))
-        if schema.keys() & {"properties", "required"} and allowed not in {None, frozenset({"object"})}:
+        made, given = self._document.made, allowed(schema)
+        if ("integer" in given) != ("fraction" in given):
+            return None  # numbers that have a fraction, or have none
+        if schema.keys() & {"properties", "required"} and given not in (ALL_KINDS, {"object"}):
             return None
+        others = [name for name in TYPES if not kinds([name]) & given]
+        res = [made(place, "not type", {"type": others})] if others else []
         res += [
             made(place, f"without {name}", {"type": "object", "properties": {name: False}})
             for name in schema.get("required", ())
@@ -196,7 +188,7 @@ class Branches:
 
     def _all_apart(self, place: Place) -> bool:
         branches = [self._document.child(place, "oneOf", i) for i in range(len(place.get("oneOf")))]
-        objects = isinstance(place.schema, dict) and types(place.schema) == frozenset({"object"})
+        objects = allowed(place.schema) == {"object"}
         if len(branches) ** 2 > MAX_BRANCHES * 20:
             return False
         return all(self._apart(a, b, objects=objects) for i, a in enumerate(branches) for b in branches[:i])
@@ -209,14 +201,10 @@ class Branches:
             return True
         if not (isinstance(a.schema, dict) and isinstance(b.schema, dict)) or depth > 8:  # noqa: PLR2004
             return False
-        one, other = (_spread(types(schema)) for schema in (a.schema, b.schema))
-        if not one & other:
+        common = allowed(a.schema) & allowed(b.schema)
+        if not common or self._none_of(a, b) or self._none_of(b, a):
             return True
-        if any(self._none_of(x, y) for x, y in ((a, b), (b, a))):
-            return True
-        if not (objects or one & other == {"object"}):
-            return False
-        return any(self._told_apart(x, y, depth) for x, y in ((a, b), (b, a)))
+        return (objects or common == {"object"}) and (self._told_apart(a, b, depth) or self._told_apart(b, a, depth))
 
     def _referred(self, place: Place) -> Place:
         while place.has("$ref"):
@@ -225,14 +213,10 @@ class Branches:
 
     def _none_of(self, place: Place, other: Place) -> bool:
         """Return whether a place lists its values, and the other one takes none of them."""
-        one, two = self._checker.listed(place), self._checker.listed(other)
-        if one is not None and two is not None and not one & two:
-            return True
-        listed = [place.get("const")] if place.has("const") else place.get("enum")
+        lists = listed(place)
+        meets = self._checker.meets
         try:
-            return bool(listed) and not any(
-                self._checker.meets(v, other) and self._checker.meets(v, place) for v in listed
-            )
+            return bool(lists) and not any(meets(v, other) and meets(v, place) for v in lists[0])
         except Unsure:
             return False
 
@@ -248,13 +232,3 @@ class Branches:
             elif b.get("additionalProperties") is False and not b.has("patternProperties"):
                 return True
         return False
-
-
-def _spread(allowed: frozenset[str] | None) -> frozenset[str]:
-    """Return types with `number` as integers and fractions."""
-    return spread(frozenset(TYPES) if allowed is None else allowed)
-
-
-def spread(allowed: frozenset[str]) -> frozenset[str]:
-    """Return types so that none is part of another: numbers are integers and fractions."""
-    return frozenset((allowed - {"number"}) | ({"integer", "fraction"} if "number" in allowed else set()))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyllama_kvflash.json_schema import languages
+from pyllama_kvflash.json_schema.branches import Branch
 from pyllama_kvflash.json_schema.document import Document, Place, place_of, unescaped
 from pyllama_kvflash.json_schema.keywords import is_annotation
 from pyllama_kvflash.json_schema.shapes import Key
@@ -46,6 +47,12 @@ class Context:
             pointer, _, last = pointer.rpartition("/")
             keyword = unescaped(last)
         self.loosened.setdefault(Loosened(pointer, keyword, why, annotation))
+
+    def note_all(self, branch: Branch, keywords: Iterable[str], why: str) -> None:
+        """Note that keywords are not enforced, wherever a branch has them."""
+        for keyword in keywords:
+            for place, _ in branch.having(keyword):
+                self.note(place, keyword, why)
 
     def has_grammar(self, language: languages.Language) -> bool:
         """Return whether a language is simple enough: of itself, and with all others of the document."""

@@ -3,8 +3,11 @@ it.
 """
 
 import re
+from collections.abc import Sequence
 
 from pyllama_kvflash.json_schema.languages import (
+    ALL,
+    ANYTHING,
     EMPTY,
     Chars,
     Choice,
@@ -17,8 +20,6 @@ from pyllama_kvflash.json_schema.languages import (
     nullable,
     states,
 )
-from pyllama_kvflash.json_schema.merged import decimals
-from pyllama_kvflash.json_schema.numbers import integers
 from pyllama_kvflash.json_schema.shapes import (
     BLOCK,
     Anything,
@@ -68,14 +69,17 @@ class Writer:
         self._names: dict[object, str] = {}  # of rules, by what they are for
         self._todo: list[tuple[str, Key]] = []
 
-    def written(self, key: Key) -> tuple[str, str]:
-        """Return the name of the rule for a key, and all rules, each on a line."""
-        name = self._value(key)
+    def written(self, values: Sequence[Sequence[Key]]) -> tuple[list[str], str]:
+        """Return the names of rules for values, each of one of some keys, and all rules, each on a line."""
+        names = [
+            self._value(keys[0]) if len(keys) == 1 else self._rule(" | ".join(map(self._value, keys)))
+            for keys in values
+        ]
         while self._todo:
             rule, at = self._todo.pop()
             self._rules[rule] = " | ".join(self._shape(shape) for shape in self._shapes[at])
         # an empty body would take the next line for its own
-        return name, "".join(f"{rule} ::= " + (body or '""') + "\n" for rule, body in self._rules.items())
+        return names, "".join(f"{rule} ::= " + (body or '""') + "\n" for rule, body in self._rules.items())
 
     def _value(self, key: Key) -> str:
         """Return the name of the rule for a key, which is written later."""
@@ -111,10 +115,10 @@ class Writer:
         match shape:
             case Values(values):
                 return " | ".join(literal(text_of(value)) for value in values)
-            case Number():
-                return self._number(shape)
-            case Text():
-                return self._text(shape)
+            case Number(_, digits):
+                return self._fixed("number") if digits is None else self._language(digits)
+            case Text(language):
+                return self._text(language)
             case Array():
                 return self._array(shape)
             case Object():
@@ -125,31 +129,23 @@ class Writer:
     def _spaced(*texts: str) -> str:
         return " ".join(text for text in texts if text)
 
-    def _number(self, shape: Number) -> str:
-        if shape.integer:
-            return integers(*(None if bound is None else int(bound) for bound in (shape.low, shape.high)))
-        return (decimals(shape) or "") if shape.bounded else self._fixed("number")
-
     #
-    # strings
+    # strings, and the digits of numbers
     #
 
-    def _text(self, shape: Text) -> str:
-        if shape == Text():
-            return self._fixed("string")
-        if shape.language is not None:
-            return rf'"\"" {self._language(shape.language)} "\""'
-        return rf'"\"" {self._rule(self._repeated(self._fixed("char"), shape.low, shape.high))} "\""'
+    def _text(self, language: Language) -> str:
+        return self._fixed("string") if language == ANYTHING else rf'"\"" {self._language(language)} "\""'
 
     def _language(self, language: Language) -> str:
         """Return the texts of a language, as JSON has them in a string: one item of a sequence, or several."""
         match language:
             case Chars(found):
-                return _class(found)
+                return self._fixed("char") if found == ALL else _class(found)
             case Seq(parts):
                 return self._sequence(parts)
             case Choice(options):
-                return f"({' | '.join(sorted(map(self._language, options)))})"
+                texts = sorted(self._language(option) for option in options if option != EMPTY)
+                return f"({' | '.join(texts)}){'?' if EMPTY in options else ''}"
             case Many(part, low, high):
                 one = self._language(part)
                 return self._repeated(one if isinstance(part, Chars) and " " not in one else self._rule(one), low, high)
@@ -237,42 +233,43 @@ class Writer:
     #
 
     def _object(self, shape: Object) -> str:
-        pairs = [(self._pair(p), p.required) for p in shape.properties]
-        other = self._other(shape) if shape.others else None
         space = self._fixed("space")
-        return f'"{{" {self._spaced(space, self._members(shape, pairs, other), space)} "}}"'
+        return f'"{{" {self._spaced(space, self._members(shape), space)} "}}"'
 
-    def _members(self, shape: Object, pairs: list[tuple[str, bool]], other: str | None) -> str:
-        """Return the members of an object, the first of them without a comma."""
-        if other is None:
-            last, alone = "", None if shape.nonempty else ""
-        else:
-            last = self._several(other, shape.low, shape.high, first=False)
-            alone = self._several(other, max(shape.low, int(shape.nonempty)), shape.high, first=True)
-        if not pairs:
-            return alone or ""
-        afters = [last]  # what may come after a pair, from the last one on
-        for pair, required in reversed(pairs[1:]):
-            member = f"{self._comma} {pair}" if required else f"({self._comma} {pair})?"
-            afters.append(self._rule(self._spaced(member, afters[-1])))
-        afters.reverse()
-        res = alone
-        for (pair, required), after in reversed(list(zip(pairs, afters, strict=True))):
-            first = self._spaced(pair, after)
-            options = [first] if required or res is None else [first, res] if res else [first]
-            maybe = "?" if res == "" and not required else ""
-            res = f"({' | '.join(options)}){maybe}" if len(options) == 1 and maybe else self._rule(" | ".join(options))
-        return res or ""
+    def _members(self, shape: Object) -> str:
+        """Return the members of an object: a rule for what comes from each property on, by how many members are before it."""
+        most = (
+            max(1, shape.low) if shape.high is None else shape.high
+        )  # at which nothing changes any more, or no more come
+        before = [{0}]
+        for p in shape.properties:
+            one_more = {min(n + 1, most) for n in before[-1] if n != shape.high}
+            before.append(one_more | (set() if p.required else before[-1]))
+        after = {n: self._others(shape, n) for n in before.pop()}
+        for p, counts in reversed(list(zip(shape.properties, before, strict=True))):
+            pair, behind = self._pair(p), after
+            after = {}
+            for n in counts:
+                rest = None if n == shape.high else behind.get(min(n + 1, most))
+                options = [] if rest is None else [self._spaced(self._comma if n else "", pair, rest)]
+                left_out = None if p.required else behind.get(n)
+                options += [left_out] if left_out else []
+                body = " | ".join(options)
+                after[n] = f"({body})?" if options and left_out == "" else self._rule(body) if options else left_out
+        return after[0] or ""
+
+    def _others(self, shape: Object, n: int) -> str | None:
+        """Return the members behind the properties, of which there are n; None: there would be too few."""
+        if not shape.others:
+            return "" if n >= shape.low else None
+        space = self._fixed("space")
+        pairs = (f'{self._text(other.names)} {space} ":" {space} {self._value(other.key)}' for other in shape.others)
+        high = None if shape.high is None else shape.high - n
+        return self._several(self._rule(" | ".join(pairs)), max(0, shape.low - n), high, first=n == 0)
 
     def _pair(self, prop: Property) -> str:
         space = self._fixed("space")
         return self._rule(f'{literal(text_of(prop.name))} {space} ":" {space} {self._value(prop.key)}')
-
-    def _other(self, shape: Object) -> str:
-        """Return the name of the rule of a property that the schema does not name."""
-        space = self._fixed("space")
-        pairs = (f'{self._text(o.names)} {space} ":" {space} {self._value(o.key)}' for o in shape.others)
-        return self._rule(" | ".join(pairs))
 
 
 def json_text(text: str) -> str:

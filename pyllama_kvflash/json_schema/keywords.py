@@ -14,13 +14,11 @@ class Keyword:
     note: str = ""
 
 
-_ONLY_VALUES = "only where `const` or `enum` lists the values, which are filtered by it"
-
 KEYWORDS: dict[str, Keyword] = {
     "type": Keyword("enforced", "a name or an array of names. Without it, the other keywords tell it: `properties` an object, and so on"),
     "nullable": Keyword("enforced", "of OpenAPI: `true` beside `type` allows null"),
-    "enum": Keyword("enforced", "up to 20,000 values, filtered by all keywords beside it"),
-    "const": Keyword("enforced", "filtered by all keywords beside it"),
+    "enum": Keyword("enforced", "up to 20,000 values; strings and numbers are filtered by all keywords beside it"),
+    "const": Keyword("enforced", "as `enum`"),
     "$ref": Keyword("enforced", "to `#`, a pointer (`~0`, `~1`, `%25`), an `$anchor` or an `$id` of the document, with keywords beside it; any other is refused"),
     "$dynamicRef": Keyword("in part", "as `$ref`, where the document has one anchor of that name; else refused"),
     "$recursiveRef": Keyword("enforced", "of 2019-09: `#`"),
@@ -33,11 +31,11 @@ KEYWORDS: dict[str, Keyword] = {
     "allOf": Keyword("enforced", "merged"),
     "anyOf": Keyword("enforced", "with the keywords beside it; up to 500 combinations"),
     "oneOf": Keyword("in part", "where no value can be of two branches: by `type`, `const`, `enum`, or a required property that tells them apart; else as `anyOf`"),
-    "not": Keyword("in part", "of `true`, `false`, `type`, `required`, `properties` of these; of other values " + _ONLY_VALUES),
+    "not": Keyword("in part", "of `true`, `false`, `type`, `required`, `properties` of these; else only where `const` or `enum` lists strings and numbers, which are filtered by it"),
     "if": Keyword("in part", "where `not` of it can be enforced"),
     "then": Keyword("in part", "as `if`"),
     "else": Keyword("in part", "as `if`"),
-    "minimum": Keyword("enforced", "of integers and numbers; up to 15 digits for numbers, which then have no exponent"),
+    "minimum": Keyword("enforced", "of integers and numbers; up to 15 digits before the point for numbers, which then have no exponent"),
     "maximum": Keyword("enforced", "as `minimum`"),
     "exclusiveMinimum": Keyword("enforced", "as `minimum`; also as `true` beside `minimum` (draft 4)"),
     "exclusiveMaximum": Keyword("enforced", "as `exclusiveMinimum`"),
@@ -51,8 +49,8 @@ KEYWORDS: dict[str, Keyword] = {
     "additionalProperties": Keyword("enforced", "if it is missing beside `properties`, there are none; the names of `properties` need up to 2,000 states"),
     "patternProperties": Keyword("in part", "up to 4 patterns, each as `pattern`; if `additionalProperties` is missing, there are no other properties"),
     "propertyNames": Keyword("in part", "an `enum`, or what can be enforced of a string"),
-    "minProperties": Keyword("in part", "up to 1, or what is required, or all of `properties`"),
-    "maxProperties": Keyword("in part", "of objects without optional `properties`, and 0"),
+    "minProperties": Keyword("in part", "up to 32 optional `properties` (1,000 and more where few are counted); of other properties one, as a name may come twice"),
+    "maxProperties": Keyword("in part", "as `minProperties`"),
     "dependentRequired": Keyword("enforced", "up to 500 combinations"),
     "dependentSchemas": Keyword("enforced", "as `dependentRequired`"),
     "dependencies": Keyword("enforced", "older spelling of both"),
@@ -62,8 +60,8 @@ KEYWORDS: dict[str, Keyword] = {
     "additionalItems": Keyword("enforced", "older spelling of `items` after `prefixItems`"),
     "minItems": Keyword("enforced", "up to 100,000"),
     "maxItems": Keyword("enforced", "up to 100,000"),
-    "uniqueItems": Keyword("not enforced", _ONLY_VALUES + ", or an array has one item at most"),
-    "contains": Keyword("not enforced", _ONLY_VALUES),
+    "uniqueItems": Keyword("not enforced", "but where an array has one item at most"),
+    "contains": Keyword("not enforced", "items are not counted by their schema"),
     "minContains": Keyword("not enforced", "as `contains`; 0 asks for nothing"),
     "maxContains": Keyword("not enforced", "as `contains`"),
     "unevaluatedItems": Keyword("in part", "as `unevaluatedProperties`, without `contains`"),
@@ -91,6 +89,9 @@ LIST = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 
 MAP = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"})
 """Keywords whose value is an object of schemas (dependencies: or of arrays of names)."""
+
+DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
+"""Keywords that ask for more where an object has a property."""
 
 OF_TYPE: dict[str, frozenset[str]] = {
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),

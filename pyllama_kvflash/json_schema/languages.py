@@ -3,7 +3,7 @@
 The functions that make them simplify: an empty set is always NOTHING, unless a `Both` or a `Not` is in it (`states` tells that).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -69,7 +69,7 @@ EMPTY, NOTHING = Seq(()), Choice(frozenset())
 #
 
 
-def ranges(found: Iterator[Range] | Ranges | list[Range]) -> Ranges:
+def ranges(found: Iterable[Range]) -> Ranges:
     """Return ranges, sorted and joined."""
     res: list[Range] = []
     for first, last in sorted(found):
@@ -92,7 +92,7 @@ _SURROGATES = ((0xD800, 0xDFFF),)  # which no text has
 ALL = minus(((0, LAST),), _SURROGATES)
 
 
-def chars(found: Iterator[Range] | Ranges | list[Range]) -> Language:
+def chars(found: Iterable[Range]) -> Language:
     """Return the texts of one character."""
     res = minus(ranges(found), _SURROGATES)
     return Chars(res) if res else NOTHING
@@ -241,17 +241,32 @@ def _sum(numbers: list[int | None]) -> int | None:
     return None if None in numbers else sum(n for n in numbers if n is not None)
 
 
-def counted(language: Language) -> Iterator[int]:
-    """Yield how often each of its parts is repeated."""
+def _parts(language: Language) -> Iterable[Language]:
+    """Return what a language is made of."""
     match language:
         case Seq(parts) | Choice(parts) | Both(parts):
-            for part in parts:
-                yield from counted(part)
-        case Many(part, low, high):
-            yield low if high is None else high
-            yield from counted(part)
-        case Not(part):
-            yield from counted(part)
+            return parts
+        case Many(part, _, _) | Not(part):
+            return (part,)
+    return ()
+
+
+def size_of(language: Language) -> int:
+    """Return how many parts it has."""
+    return 1 + sum(map(size_of, _parts(language)))
+
+
+def counted(language: Language) -> Iterator[int]:
+    """Yield how often each of its parts is repeated."""
+    if isinstance(language, Many):
+        yield language.low if language.high is None else language.high
+    for part in _parts(language):
+        yield from counted(part)
+
+
+def is_regular(language: Language) -> bool:
+    """Return whether it has neither an intersection nor a complement in it."""
+    return not isinstance(language, Both | Not) and all(map(is_regular, _parts(language)))
 
 
 #
@@ -260,18 +275,6 @@ def counted(language: Language) -> Iterator[int]:
 
 States = dict[Language, list[tuple[Ranges, Language]]]
 """What may follow: characters, and the language of what comes after them. It is of those that a regular expression cannot write."""
-
-
-def is_regular(language: Language) -> bool:
-    """Return whether it has neither an intersection nor a complement in it."""
-    match language:
-        case Both() | Not():
-            return False
-        case Seq(parts) | Choice(parts):
-            return all(map(is_regular, parts))
-        case Many(part, _, _):
-            return is_regular(part)
-    return True
 
 
 @lru_cache(maxsize=256)
@@ -309,16 +312,6 @@ def is_empty(language: Language) -> bool:
     return language == NOTHING or (not is_regular(language) and states(language) == {})
 
 
-def size_of(language: Language) -> int:
-    """Return how many parts it has."""
-    match language:
-        case Seq(parts) | Choice(parts) | Both(parts):
-            return 1 + sum(map(size_of, parts))
-        case Many(part, _, _) | Not(part):
-            return 1 + size_of(part)
-    return 1
-
-
 def _steps(language: Language) -> list[tuple[Ranges, Language]]:
     res: dict[Language, list[Range]] = {}
     firsts = list(_firsts(language))
@@ -335,18 +328,11 @@ def _steps(language: Language) -> list[tuple[Ranges, Language]]:
 
 def _firsts(language: Language) -> set[Ranges]:
     """Return sets of characters: two that are in the same of them may be followed by the same."""
-    match language:
-        case Chars(found):
-            return {found}
-        case Seq(parts):
-            res: set[Ranges] = set()
-            for part in parts:
-                res |= _firsts(part)
-                if not nullable(part):
-                    break
-            return res
-        case Choice(options) | Both(options):
-            return set().union(*map(_firsts, options))
-        case Many(part, _, _) | Not(part):
-            return _firsts(part)
-    return set()
+    if isinstance(language, Chars):
+        return {language.ranges}
+    res: set[Ranges] = set()
+    for part in _parts(language):
+        res |= _firsts(part)
+        if isinstance(language, Seq) and not nullable(part):
+            break
+    return res

@@ -3,12 +3,12 @@
 from typing import Any
 
 from pyllama_kvflash.json_schema import merged, objects
-from pyllama_kvflash.json_schema.branches import Branch, Branches, spread
+from pyllama_kvflash.json_schema.branches import Branch, Branches
 from pyllama_kvflash.json_schema.context import Context
 from pyllama_kvflash.json_schema.document import Place, SchemaError
-from pyllama_kvflash.json_schema.keywords import OF_TYPE, TYPES
+from pyllama_kvflash.json_schema.keywords import OF_TYPE
 from pyllama_kvflash.json_schema.shapes import Anything, Array, Key, Object, Shape, Shapes, Values, parts, pruned, size
-from pyllama_kvflash.json_schema.values import frozen, of_types, types
+from pyllama_kvflash.json_schema.values import ALL_KINDS, frozen, kind_of, kinds, listed
 
 MAX_SHAPES = 10_000
 MAX_RULES = 50_000
@@ -55,12 +55,12 @@ class Normal:
 
     def _shapes_of(self, branch: Branch, key: Key) -> list[Shape]:
         allowed = self._allowed(branch)
-        if any(place.has("const") or place.has("enum") for place in branch.places):
+        if any(listed(place) for place in branch.places):
             return [Values(self._listed(branch))]
         for place, keyword, why in branch.left:
             if keyword != "not" or self._excludes(place, allowed):
                 self._context.note(place, keyword, why)
-        if allowed == spread(frozenset(TYPES)) and not any(
+        if allowed == ALL_KINDS and not any(
             p.schema.keys() & frozenset().union(*OF_TYPE.values()) for p in branch.places if isinstance(p.schema, dict)
         ):
             return [Anything()]
@@ -78,33 +78,20 @@ class Normal:
 
     @staticmethod
     def _allowed(branch: Branch) -> frozenset[str]:
-        """Return the types of a branch's values. If none is named, those that keywords tell something of."""
-        given = [
-            t for place in branch.places if isinstance(place.schema, dict) if (t := types(place.schema)) is not None
-        ]
-        if not given:
-            told = {
-                t for t, words in OF_TYPE.items() if any(place.has(word) for place in branch.places for word in words)
-            }
-            given = [frozenset(told)] if told else []
-        res = spread(frozenset(TYPES))
-        for one in given:
-            res &= spread(one)
-        return res
+        """Return the kinds of a branch's values. If no type is named, those that keywords tell something of."""
+        told = [t for t, words in OF_TYPE.items() if any(place.has(word) for place in branch.places for word in words)]
+        return kinds(told) if told and not any(branch.having("type")) else branch.kinds
 
     def _listed(self, branch: Branch) -> tuple[Any, ...]:
         """Return the values that a branch lists, and that meet all of its schemas."""
-        place = next(place for place in branch.places if place.has("const") or place.has("enum"))
-        listed = [place.get("const")] if place.has("const") else place.get("enum")
-        found = {frozen(value): value for value in listed if all(self._context.meets(value, p) for p in branch.places)}
+        values = next(values for place in branch.places for values in listed(place))
+        found = {frozen(value): value for value in values if all(self._context.meets(value, p) for p in branch.places)}
         return tuple(found.values())
 
     def _excludes(self, place: Place, allowed: frozenset[str]) -> bool:
-        """Return whether what a value must not be could be one of these types."""
-        other = self._document.child(place, "not")
-        listed = [other.get("const")] if other.has("const") else other.get("enum")
-        kinds = (allowed - {"fraction"}) | ({"number"} if "fraction" in allowed else set())
-        return listed is None or any(of_types(value, kinds) for value in listed)
+        """Return whether what a value must not be could be one of these kinds."""
+        lists = listed(self._document.child(place, "not"))
+        return not lists or any(kind_of(value) in allowed for value in lists[0])
 
     def _nothing(self, key: Key) -> SchemaError:
         """Return the error for a schema of which there is no value: at the first part that has no shape at all."""

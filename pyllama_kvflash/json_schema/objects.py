@@ -1,6 +1,6 @@
 """Schemas that must all be met, as the shapes of objects."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -11,17 +11,19 @@ from pyllama_kvflash.json_schema.document import Place
 from pyllama_kvflash.json_schema.languages import ANYTHING, Language
 from pyllama_kvflash.json_schema.merged import (
     TOO_LARGE,
-    having,
     language_of,
     least,
     most,
-    outermost,
     texts,
+    unevaluated,
 )
 from pyllama_kvflash.json_schema.shapes import Key, Object, Other, Property, Shape, Text
-from pyllama_kvflash.json_schema.values import Unsure, types
+from pyllama_kvflash.json_schema.values import Unsure
 
 MAX_PATTERNS = 4  # of names: each combination of them is looked at
+MAX_COUNTED = 1_000  # optional properties, each by the number of those before it
+
+_PATTERNS = "patternProperties"
 
 _Others = list[tuple[Language, list[Place]]]
 """Properties that have no name in the schema: what they are called, and what their values must meet."""
@@ -30,122 +32,87 @@ _Others = list[tuple[Language, list[Place]]]
 def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
     """Return the objects of a branch. key: of its node."""
     required = _required(branch)
-    unevaluated = _unevaluated(context, branch, key)
-    names = dict.fromkeys(n for place in branch.places for n in place.get("properties", {}))
-    names |= dict.fromkeys(required)
-    others = [o for o in _others(context, branch, unevaluated) if all(p.schema is not False for p in o[1])]
+    unsaid = unevaluated(context, branch, "unevaluatedProperties", key)
+    names = dict.fromkeys(n for place in branch.places for n in place.get("properties", {})) | required
+    others = _others(context, branch, unsaid)
     called = _called(context, branch) if others else ANYTHING
     if isinstance(called, list):
         names |= dict.fromkeys(called)
-        others = []
-    properties = tuple(
-        Property(name, context.key(_of(context, branch, unevaluated, name)), name in required)
-        for name in names
-        if name in required or _allowed(context, branch, name)
-    )
-    if any(p.required and not _allowed(context, branch, p.name) for p in properties):
+        others, called = [], ANYTHING
+    allowed = [name for name in names if _allowed(context, branch, name)]
+    if not required.keys() <= set(allowed):
         return []
-    rest = () if isinstance(called, list) else tuple(_open(context, branch, others, called, names))
-    return _counted(context, branch, Object(properties, rest))
+    properties = tuple(
+        Property(name, context.key(_of(context, branch, name, _may_match(context, name)) or unsaid), name in required)
+        for name in allowed
+    )
+    return [_counted(context, branch, Object(properties, tuple(_open(context, branch, others, called, names))))]
 
 
 def _required(branch: Branch) -> dict[str, None]:
-    return {name: None for _, needed in having(branch, "required") if isinstance(needed, list) for name in needed}
+    return {name: None for _, needed in branch.having("required") if isinstance(needed, list) for name in needed}
 
 
-def _unevaluated(context: Context, branch: Branch, key: Key) -> list[Place]:
-    """Return what unevaluatedProperties says of properties that nothing else does."""
-    res = []
-    for place, _ in having(branch, "unevaluatedProperties"):
-        if outermost(context, branch, place, key):
-            res.append(context.document.child(place, "unevaluatedProperties"))
-        else:
-            context.note(place, "unevaluatedProperties", "what is not evaluated cannot be determined here")
+def _of(context: Context, branch: Branch, name: str | None, matches: Callable[[Place, str], bool]) -> list[Place]:
+    """Return what the branch says of the property of a name, or of one that it does not name (None)."""
+    child, res = context.document.child, []
+    for place in branch.places:
+        found = [child(place, "properties", name)] if name is not None and name in place.get("properties", {}) else []
+        found += [child(place, _PATTERNS, p) for p in place.get(_PATTERNS, {}) if matches(place, p)]
+        if not found and place.has("additionalProperties"):
+            found = [child(place, "additionalProperties")]
+        res += found
     return res
 
 
-def _matching(context: Context, place: Place, name: str) -> list[Place]:
-    """Return the schemas of the patterns that a name matches, or may match."""
-    res = []
-    for pattern in place.get("patternProperties", {}):
+def _may_match(context: Context, name: str) -> Callable[[Place, str], bool]:
+    """Return what tells whether a name matches, or may match, a pattern of a place."""
+
+    def matches(place: Place, pattern: str) -> bool:
         try:
-            if not context.checker.matches(name, place, "patternProperties", pattern):
-                continue
+            return context.checker.matches(name, place, _PATTERNS, pattern)
         except Unsure:
             why = "whether the name of a property matches cannot be determined: the property keeps to it, too"
-            context.note(place, "patternProperties", why)
-        res.append(context.document.child(place, "patternProperties", pattern))
-    return res
+            context.note(place, _PATTERNS, why)
+            return True
 
-
-def _of(context: Context, branch: Branch, unevaluated: list[Place], name: str) -> list[Place]:
-    """Return what the branch says of the property of a name."""
-    document, res = context.document, []
-    for place in branch.places:
-        found = [document.child(place, "properties", name)] if name in place.get("properties", {}) else []
-        found += _matching(context, place, name)
-        if not found and place.has("additionalProperties"):
-            found = [document.child(place, "additionalProperties")]
-        res += found
-    return res or unevaluated
+    return matches
 
 
 def _allowed(context: Context, branch: Branch, name: str) -> bool:
     """Return whether a property may have a name."""
     return all(
         context.meets(name, context.document.child(place, "propertyNames"))
-        for place, _ in having(branch, "propertyNames")
+        for place, _ in branch.having("propertyNames")
     )
 
 
-def _others(context: Context, branch: Branch, unevaluated: list[Place]) -> _Others:
+def _others(context: Context, branch: Branch, unsaid: list[Place]) -> _Others:
     """Return what the branch says of properties that it does not name. Beside `properties` there are none unless it says so."""
-    document = context.document
-    said = [document.child(place, "additionalProperties") for place, _ in having(branch, "additionalProperties")]
-    given = {p: place for place, patterns in having(branch, "patternProperties") for p in patterns}
-    if not given:
-        of_schema = any("\0" not in place.path for place, _ in having(branch, "properties"))
-        return [(ANYTHING, said or unevaluated)] if said or unevaluated or not of_schema else []
-    found = {p: language_of(context, place, "patternProperties", p) for p, place in given.items()}
+    given = {p: place for place, patterns in branch.having(_PATTERNS) for p in patterns}
     if len(given) > MAX_PATTERNS:
-        for place, _ in having(branch, "patternProperties"):
-            context.note(place, "patternProperties", f"there are more than {MAX_PATTERNS} patterns")
-    if len(given) > MAX_PATTERNS or None in found.values():
-        return [
-            (
-                ANYTHING,
-                [document.child(place, "patternProperties", p) for p, place in given.items()][:1]
-                if len(given) == 1
-                else [],
-            )
-        ]
+        context.note_all(branch, (_PATTERNS,), f"there are more than {MAX_PATTERNS} patterns")
+        return [(ANYTHING, [])]
+    found = {p: language for p, place in given.items() if (language := language_of(context, place, _PATTERNS, p))}
+    if len(found) < len(given):
+        return [(ANYTHING, [])]
+    closed = bool(given) or any("\0" not in place.path for place, _ in branch.having("properties"))
     res: _Others = []
     for matched in product((True, False), repeat=len(found)):
-        inside = [p for p, is_matched in zip(found, matched, strict=True) if is_matched]
-        names = [
-            language if m else languages.other(language)
-            for language, m in zip(found.values(), matched, strict=True)
-            if language
-        ]
-        values = []
-        for place in branch.places:
-            mine = [
-                document.child(place, "patternProperties", p) for p in inside if p in place.get("patternProperties", {})
-            ]
-            if not mine and place.has("additionalProperties"):
-                mine = [document.child(place, "additionalProperties")]
-            values += mine
-        if values or inside or unevaluated:
-            res.append((languages.both(*names), values or unevaluated))
+        inside = {p for p, is_matched in zip(found, matched, strict=True) if is_matched}
+        names = [language if p in inside else languages.other(language) for p, language in found.items()]
+        values = _of(context, branch, None, lambda _, p, inside=inside: p in inside) or unsaid  # type: ignore[misc]
+        if (values or not closed) and all(place.schema is not False for place in values):
+            res.append((languages.both(*names), values))
     return res
 
 
 def _called(context: Context, branch: Branch) -> Language | list[str]:
     """Return what propertyNames lets properties be called: the names if it lists them."""
-    given = [context.document.child(place, "propertyNames") for place, _ in having(branch, "propertyNames")]
+    given = [context.document.child(place, "propertyNames") for place, _ in branch.having("propertyNames")]
     if not given:
         return ANYTHING
-    found = [b for b in Branches(context.document, context.checker).of(given) if _of_texts(b)]
+    found = [b for b in Branches(context.document, context.checker).of(given) if "string" in b.kinds]
     listed = [b for b in found if any(p.has("enum") or p.has("const") for p in b.places)]
     if len(listed) == len(found):
         values = [
@@ -153,10 +120,9 @@ def _called(context: Context, branch: Branch) -> Language | list[str]:
         ]
         return [v for v in dict.fromkeys(v for v in values if isinstance(v, str)) if _allowed(context, branch, v)]
     if listed or any(b.left for b in found):
-        for place, _ in having(branch, "propertyNames"):
-            context.note(place, "propertyNames", "which names it leaves cannot be determined")
+        context.note_all(branch, ("propertyNames",), "which names it leaves cannot be determined")
         return ANYTHING
-    return languages.either(*(s.texts for b in found for s in texts(context, b) if isinstance(s, Text)))
+    return languages.either(*(s.language for b in found for s in texts(context, b) if isinstance(s, Text)))
 
 
 def _open(
@@ -169,74 +135,25 @@ def _open(
         if not context.has_grammar(found):
             why = f"there are no properties but those of the schema: {TOO_LARGE}"
             keywords = ("patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
-            place, keyword = next((p, k) for k in (*keywords, "properties", "required") for p, _ in having(branch, k))
+            place, keyword = next((p, k) for k in (*keywords, "properties", "required") for p, _ in branch.having(k))
             context.note(place, keyword, why)
         elif not languages.is_empty(found):
-            yield Other(Text() if found == ANYTHING else Text(language=found), context.key(values))
+            yield Other(found, context.key(values))
 
 
-def _of_texts(branch: Branch) -> bool:
-    """Return whether the types of a branch allow strings."""
-    given = (types(place.schema) for place in branch.places if isinstance(place.schema, dict))
-    return all(allowed is None or "string" in allowed for allowed in given)
-
-
-def _counted(context: Context, branch: Branch, shape: Object) -> list[Shape]:
-    """Return the shapes of objects with minProperties to maxProperties properties."""
+def _counted(context: Context, branch: Branch, shape: Object) -> Object:
+    """Return objects with minProperties to maxProperties properties."""
     low, high = least(branch, "minProperties") or 0, most(context, branch, "maxProperties")
-    needed = tuple(p for p in shape.properties if p.required)
-    optional = tuple(p for p in shape.properties if not p.required)
-    if (high is not None and high < max(low, len(needed))) or (not shape.others and low > len(shape.properties)):
-        return []
-    return (
-        _at_least(context, branch, shape, low)
-        if high is None or (not shape.others and high >= len(shape.properties))
-        else _at_most(context, branch, shape, low, high, needed, optional)
-    )
-
-
-def _at_least(context: Context, branch: Branch, shape: Object, low: int) -> list[Shape]:
-    n_needed = sum(p.required for p in shape.properties)
-    if low <= n_needed:
-        return [shape]
-    if not shape.others and low == len(shape.properties):
-        return [replace(shape, properties=tuple(Property(p.name, p.key, True) for p in shape.properties))]
-    if low == 1:
-        return [replace(shape, nonempty=True)]
-    if n_needed == len(shape.properties) and shape.others:
-        if low - n_needed > 1:
-            _note(context, branch, "minProperties", "a name may come twice")
-        return [replace(shape, low=low - n_needed)]
-    _note(context, branch, "minProperties", "optional properties are not counted beyond the first")
-    return [shape]
-
-
-def _at_most(
-    context: Context, branch: Branch, shape: Object, low: int, high: int, needed: tuple[Property, ...], optional: tuple[Property, ...]
-) -> list[Shape]:  # fmt: skip
-    left = high - len(needed)
-    if not optional:
-        if low - len(needed) > 1:
-            _note(context, branch, "minProperties", "a name may come twice")
-        return [replace(shape, properties=needed, low=max(0, low - len(needed)), high=left)]
-    if left == 0:
-        return [replace(shape, properties=needed, high=0)]
-    if left == 1:
-        res: list[Shape] = [
-            replace(
-                shape,
-                properties=tuple(Property(p.name, p.key, True) for p in shape.properties if p.required or p is one),
-                high=0,
-            )
-            for one in optional
-        ]
-        if low <= len(needed) or shape.others:
-            res.append(replace(shape, properties=needed, low=max(0, low - len(needed)), high=1))
-        return res
-    _note(context, branch, "maxProperties", "optional properties are not counted")
-    return _at_least(context, branch, shape, low)
-
-
-def _note(context: Context, branch: Branch, keyword: str, why: str) -> None:
-    for place, _ in having(branch, keyword):
-        context.note(place, keyword, why)
+    n_required = sum(p.required for p in shape.properties)
+    n_optional = len(shape.properties) - n_required
+    if not shape.others and high is not None and high >= len(shape.properties):
+        high = None
+    counted = max(low - n_required, 0 if high is None else high - n_required)
+    if n_optional * min(n_optional, counted) > MAX_COUNTED:
+        context.note_all(
+            branch, ("minProperties", "maxProperties"), f"it has {n_optional} optional properties to count"
+        )
+        return shape
+    if shape.others and low - n_required > 1:
+        context.note_all(branch, ("minProperties",), "a name may come twice")
+    return replace(shape, low=low, high=high)

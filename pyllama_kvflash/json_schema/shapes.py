@@ -1,11 +1,11 @@
 """What values of a schema look like, once everything in it is put together: shapes, of which a value has one."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
-from pyllama_kvflash.json_schema.languages import ALL, Chars, Language, counted, many
+from pyllama_kvflash.json_schema.languages import ANYTHING, Language, counted
 
 BLOCK = 256  # repetitions that share a rule: llama.cpp's parser copies what is repeated, and counts to 2,000
 
@@ -27,33 +27,17 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number from low to high (None: no bound), which an open bound is not. places: digits after the point; None: any."""
+    """A number, or an integer. digits: how it is written, without an exponent; None: any number."""
 
     integer: bool
-    low: Fraction | None = None
-    high: Fraction | None = None
-    low_open: bool = False
-    high_open: bool = False
-    places: int | None = None
-
-    @property
-    def bounded(self) -> bool:
-        """Whether it is not just any number."""
-        return self.low is not None or self.high is not None or self.places is not None
+    digits: Language | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A string of low to high characters (None: no bound), or of a language."""
+    """A string of a language."""
 
-    low: int = 0
-    high: int | None = None
-    language: Language | None = None
-
-    @property
-    def texts(self) -> Language:
-        """What it may be, as a language."""
-        return many(Chars(ALL), self.low, self.high) if self.language is None else self.language
+    language: Language = ANYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +63,18 @@ class Property:
 class Other:
     """Properties that a schema does not name: what they are called, and their values."""
 
-    names: Text
+    names: Language
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Properties, in this order, then others. low, high: how many others (None: no bound). nonempty: at least one property."""
+    """Properties, in this order, then others: low to high of them all together (None: no bound)."""
 
     properties: tuple[Property, ...]
     others: tuple[Other, ...] = ()
     low: int = 0
     high: int | None = None
-    nonempty: bool = False
 
 
 Shape = Anything | Values | Number | Text | Array | Object
@@ -112,15 +95,11 @@ def parts(shape: Shape) -> Iterator[Key]:
 def size(shapes: Shapes) -> int:
     """Return about how many rules a grammar of shapes has: what is counted in a rule of its own is counted in steps."""
     found = [shape for options in shapes.values() for shape in options]
-    texts = {shape for shape in found if isinstance(shape, Text)}
+    texts = {shape.language for shape in found if isinstance(shape, Text)}
     texts |= {other.names for shape in found if isinstance(shape, Object) for other in shape.others}
-    counts = [n for one in texts for n in (counted(one.language) if one.language else [one.high or one.low])]
+    counts = [n for language in texts for n in counted(language)]
     counts += [s.low if s.high is None else s.high for s in found if isinstance(s, Array | Object)]
-    return len(found) + sum(map(_steps, counts))
-
-
-def _steps(n: int) -> int:
-    return min(n, 2 * BLOCK + n // BLOCK)
+    return len(found) + sum(min(n, 2 * BLOCK + n // BLOCK) for n in counts)
 
 
 def pruned(shapes: Shapes) -> Shapes:
@@ -147,10 +126,11 @@ def _possible(shape: Shape, known: set[Key]) -> bool:
     if isinstance(shape, Array):
         return shape.low <= _longest(shape, known)
     if isinstance(shape, Object):
-        there = [p for p in shape.properties if p.key in known]
         others = any(other.key in known for other in shape.others)
-        missing = any(p.required and p.key not in known for p in shape.properties)
-        return not missing and (others or shape.low == 0) and (bool(there) or others or not shape.nonempty)
+        n_most = inf if others else sum(p.key in known for p in shape.properties)
+        n_least = max(shape.low, sum(p.required for p in shape.properties))
+        needed = all(p.key in known for p in shape.properties if p.required)
+        return needed and n_least <= min(n_most, inf if shape.high is None else shape.high)
     return True
 
 
@@ -158,18 +138,18 @@ def _longest(shape: Array, known: set[Key]) -> float:
     """Return how many items there can be."""
     n = next((i for i, key in enumerate(shape.prefix) if key not in known), len(shape.prefix))
     more = n == len(shape.prefix) and shape.rest in known
-    return min(float("inf") if more else n, float("inf") if shape.high is None else shape.high)
+    return min(inf if more else n, inf if shape.high is None else shape.high)
 
 
 def _cut(shape: Shape, known: set[Key]) -> Shape:
     if isinstance(shape, Array):
         longest = _longest(shape, known)
-        high = None if longest == float("inf") else int(longest)
+        high = None if longest == inf else int(longest)
         prefix = shape.prefix if high is None else shape.prefix[:high]
         rest = shape.rest if shape.rest in known and (high is None or high > len(prefix)) else None
         return Array(prefix, rest, shape.low, high)
     if isinstance(shape, Object):
         there = tuple(p for p in shape.properties if p.key in known)
-        others = tuple(other for other in shape.others if other.key in known and shape.high != 0)
-        return Object(there, others, shape.low, shape.high, shape.nonempty)
+        others = tuple(other for other in shape.others if other.key in known)
+        return replace(shape, properties=there, others=others)
     return shape

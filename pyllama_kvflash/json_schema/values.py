@@ -1,16 +1,19 @@
-"""Whether a value meets a schema: exact, for the values that a schema lists. What cannot be determined raises Unsure."""
+"""Whether a value meets a schema: exact, for the values that a schema lists. What cannot be determined raises Unsure: what looks
+into arrays and objects, and regular expressions that have no grammar.
+"""
 
 import json
-import re
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 from pyllama_kvflash.json_schema import languages, patterns
-from pyllama_kvflash.json_schema.document import Document, Place, is_number
+from pyllama_kvflash.json_schema.document import Document, Place, Schema, is_number
+from pyllama_kvflash.json_schema.keywords import DEPENDENT, OF_TYPE, TYPES
 
-_MOST = 1_000  # characters of a regular expression, and of a text that it is tried on
-_FEW = 3  # repetitions without end: a text of n characters takes n**3 steps
+_MOST = 1_000  # characters of a text that a regular expression is tried on
 
 
 class Unsure(Exception):  # noqa: N818 (not an error of anybody's)
@@ -35,45 +38,80 @@ def exact(number: float) -> Fraction:
     return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
 
 
-def type_of(value: Any) -> str:
-    """Return the type of a value; a number without a fraction is an integer."""
+def kind_of(value: Any) -> str:
+    """Return the kind of a value: its type, but `fraction` for a number that is no integer."""
     if is_number(value):
-        return "integer" if value == int(value) else "number"
+        return "integer" if value == int(value) else "fraction"
     return {bool: "boolean", str: "string", list: "array", dict: "object"}.get(type(value), "null")
 
 
-def types(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return the types that a schema allows by `type` and `nullable`; None: all."""
-    given = schema.get("type")
-    if given is None:
-        return None
-    names = set(given) if isinstance(given, list) else {given}
-    return frozenset(names | ({"null"} if schema.get("nullable") is True else set()))
+def kinds(types: Iterable[str]) -> frozenset[str]:
+    """Return types as kinds, of which none is part of another."""
+    return frozenset(kind for name in types for kind in (("integer", "fraction") if name == "number" else (name,)))
 
 
-def of_types(value: Any, allowed: frozenset[str] | None) -> bool:
-    """Return whether a value is of one of these types."""
-    kind = type_of(value)
-    return allowed is None or kind in allowed or (kind == "integer" and "number" in allowed)
+ALL_KINDS = kinds(TYPES)
 
 
-@lru_cache(maxsize=256)
-def expression(pattern: str) -> re.Pattern[str] | None:
-    """Return a regular expression of ECMAScript as one of Python; None: it is not tried, because it is not the same there, or
-    may take for ever.
-    """
-    if len(pattern) > _MOST or re.search(r"\\[pPcAZzuk1-9]|\(\?<[a-zA-Z]|\(\?P|\(\?#|\(\?\(", pattern):
-        return None
-    nested = re.search(r"[*+?})|][^()]*\)[*+{]", pattern)
-    if nested or len(re.findall(r"[*+]|,\}", pattern)) > _FEW:
-        return None
-    same = re.sub(
-        r"\\.|\[(?:\\.|[^\]\\])*\]|\$", lambda found: r"\Z" if found[0] == "$" else found[0], pattern, flags=re.DOTALL
-    )
-    try:
-        return re.compile(same, re.ASCII)
-    except (re.error, RecursionError, OverflowError):
-        return None
+def allowed(schema: Schema) -> frozenset[str]:
+    """Return the kinds that a schema allows by `type` and `nullable`."""
+    given = schema.get("type", TYPES) if isinstance(schema, dict) else TYPES
+    names = [given] if isinstance(given, str) else given
+    return kinds(names) | ({"null"} if isinstance(schema, dict) and schema.get("nullable") is True else set())
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Numbers from low to high (None: no bound), which an open bound is not."""
+
+    low: Fraction | None = None
+    low_open: bool = False
+    high: Fraction | None = None
+    high_open: bool = False
+
+    @classmethod
+    def of(cls, schema: Schema) -> "Interval":
+        """Return the numbers that the bounds of a schema allow."""
+
+        def bound(name: str, sign: int) -> tuple[Fraction | None, bool]:
+            key = f"exclusive{name.capitalize()}"
+            found = [(exact(given[name]), given.get(key) is True)] if name in given else []
+            found += [(exact(given[key]), True)] if is_number(given.get(key)) else []
+            return max(found, key=lambda b: (sign * b[0], b[1]), default=(None, False))
+
+        given = schema if isinstance(schema, dict) else {}
+        return cls(*bound("minimum", 1), *bound("maximum", -1))
+
+    def __and__(self, other: "Interval") -> "Interval":
+        """Return the numbers of both."""
+        lows = [(one.low, one.low_open) for one in (self, other) if one.low is not None]
+        highs = [(one.high, not one.high_open) for one in (self, other) if one.high is not None]
+        low, low_open = max(lows, default=(None, False))
+        high, high_closed = min(highs, default=(None, True))
+        return Interval(low, low_open, high, not high_closed)
+
+    def multiples(self, step: Fraction) -> tuple[int | None, int | None]:
+        """Return the first and the last multiple of a number, in steps; None: there is none."""
+        first = (
+            None
+            if self.low is None
+            else math.floor(self.low / step) + 1
+            if self.low_open
+            else math.ceil(self.low / step)
+        )
+        last = (
+            None
+            if self.high is None
+            else math.ceil(self.high / step) - 1
+            if self.high_open
+            else math.floor(self.high / step)
+        )
+        return first, last
+
+    def __contains__(self, number: Fraction) -> bool:
+        """Return whether a number is in it."""
+        above = self.low is None or number > self.low or (number == self.low and not self.low_open)
+        return above and (self.high is None or number < self.high or (number == self.high and not self.high_open))
 
 
 class Checker:
@@ -81,7 +119,7 @@ class Checker:
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        self._lists: dict[int, frozenset[Any]] = {}  # by the index of a place
+        self._lists: dict[int, list[frozenset[Any]]] = {}  # by the index of a place
 
     def meets(self, value: Any, place: Place) -> bool:
         """Return whether a value meets a schema, whose references do not go round in circles. Raises Unsure."""
@@ -89,32 +127,22 @@ class Checker:
         if isinstance(place.schema, bool):
             return place.schema
         return (
-            of_types(value, types(place.schema))
+            kind_of(value) in allowed(place.schema)
             and self._listed(value, place)
             and self._together(value, place)
             and self._numbers(value, place.schema)
             and self._text(value, place)
-            and self._items(value, place)
-            and self._object(value, place)
+            and self._within(value, place)
         )
 
     def _all(self, value: Any, place: Place, *parts: str | int) -> bool:
         return self.meets(value, self._document.child(place, *parts))
 
-    def listed(self, place: Place) -> frozenset[Any] | None:
-        """Return the values that `const` and `enum` of a schema list, frozen; None: it has neither."""
-        if place.index not in self._lists and (place.has("const") or place.has("enum")):
-            lists = [
-                [place.get("const")] if keyword == "const" else place.get("enum")
-                for keyword in ("const", "enum")
-                if place.has(keyword)
-            ]
-            self._lists[place.index] = frozenset.intersection(*(frozenset(map(frozen, values)) for values in lists))
-        return self._lists.get(place.index)
-
     def _listed(self, value: Any, place: Place) -> bool:
-        listed = self.listed(place)
-        return listed is None or frozen(value) in listed
+        """Return whether `const` and `enum` of a schema, if it has them, list a value."""
+        if place.index not in self._lists:
+            self._lists[place.index] = [frozenset(map(frozen, values)) for values in listed(place)]
+        return all(frozen(value) in values for values in self._lists[place.index])
 
     def _together(self, value: Any, place: Place) -> bool:
         """Return whether a value meets what a schema is put together from."""
@@ -140,10 +168,7 @@ class Checker:
         if not is_number(value):
             return True
         number = exact(value)
-        low, low_open, high, high_open = bounds(schema)
-        if low is not None and (number < low or (low_open and number == low)):
-            return False
-        if high is not None and (number > high or (high_open and number == high)):
+        if number not in Interval.of(schema):
             return False
         return "multipleOf" not in schema or (number / exact(schema["multipleOf"])).denominator == 1
 
@@ -157,84 +182,32 @@ class Checker:
     @staticmethod
     def matches(text: str, place: Place, keyword: str, pattern: str) -> bool:
         """Return whether a regular expression of a place is found in a text. Raises Unsure."""
+        try:
+            language = patterns.language(pattern)
+        except patterns.PatternError:
+            raise Unsure(place, keyword) from None
         if len(text) > _MOST:
             raise Unsure(place, keyword)
-        try:
-            return languages.has(patterns.language(pattern), text)
-        except patterns.PatternError:  # what looks around may be tried here, and has no grammar
-            found = expression(pattern)
-        if found is None:
-            raise Unsure(place, keyword)
-        return found.search(text) is not None
+        return languages.has(language, text)
 
-    def _items(self, value: Any, place: Place) -> bool:
-        if not isinstance(value, list):
-            return True
-        if place.has("unevaluatedItems"):
-            raise Unsure(place, "unevaluatedItems")
-        if not place.get("minItems", 0) <= len(value) <= place.get("maxItems", len(value)):
-            return False
-        if place.get("uniqueItems") and len({frozen(item) for item in value}) < len(value):
-            return False
-        prefix, rest = items(place)
-        for i, item in enumerate(value):
-            at = (prefix, i) if i < len(place.get(prefix, ())) and isinstance(place.get(prefix), list) else (rest,)
-            if at[0] and place.has(at[0]) and not self._all(item, place, *at):
-                return False
-        if not place.has("contains"):
-            return True
-        n = sum(self._all(item, place, "contains") for item in value)
-        return bool(place.get("minContains", 1) <= n <= place.get("maxContains", n))
+    @staticmethod
+    def _within(value: Any, place: Place) -> bool:
+        """Return True, if nothing is said of what is in an array or an object."""
+        words = OF_TYPE.get(kind_of(value), frozenset()) if isinstance(value, list | dict) else frozenset()
+        for keyword in place.schema if isinstance(place.schema, dict) else ():
+            if keyword in words or (keyword in DEPENDENT and isinstance(value, dict)):
+                raise Unsure(place, keyword)
+        return True
 
-    def _object(self, value: Any, place: Place) -> bool:
-        if not isinstance(value, dict):
-            return True
-        if place.has("unevaluatedProperties"):
-            raise Unsure(place, "unevaluatedProperties")
-        if not place.get("minProperties", 0) <= len(value) <= place.get("maxProperties", len(value)):
-            return False
-        if isinstance(needed := place.get("required", []), list) and not value.keys() >= set(needed):
-            return False
-        for keyword in ("dependentRequired", "dependencies", "dependentSchemas"):
-            for name, needs in place.get(keyword, {}).items():
-                if name not in value:
-                    continue
-                if not (
-                    value.keys() >= set(needs) if isinstance(needs, list) else self._all(value, place, keyword, name)
-                ):
-                    return False
-        return all(self._property(name, part, place) for name, part in value.items())
 
-    def _property(self, name: str, part: Any, place: Place) -> bool:
-        if place.has("propertyNames") and not self._all(name, place, "propertyNames"):
-            return False
-        found = [("properties", name)] if name in place.get("properties", {}) else []
-        found += [
-            ("patternProperties", p)
-            for p in place.get("patternProperties", {})
-            if self.matches(name, place, "patternProperties", p)
-        ]
-        if not found and place.has("additionalProperties"):
-            return self._all(part, place, "additionalProperties")
-        return all(self._all(part, place, *at) for at in found)
+def listed(place: Place) -> list[list[Any]]:
+    """Return the values that `const` and `enum` of a schema list: each a list, if it has it."""
+    return [[place.get("const")]] * place.has("const") + [place.get("enum")] * place.has("enum")
 
 
 def items(place: Place) -> tuple[str, str]:
     """Return the keywords of an array's first items and of the rest: today's, or the older ones."""
     return ("items", "additionalItems") if isinstance(place.get("items"), list) else ("prefixItems", "items")
-
-
-def bounds(schema: dict[str, Any]) -> tuple[Fraction | None, bool, Fraction | None, bool]:
-    """Return the bounds of a schema's numbers, and whether they are open: the least, the greatest. None: there is none."""
-
-    def bound(name: str, sign: int) -> tuple[Fraction | None, bool]:
-        key = f"exclusive{name.capitalize()}"
-        found = [(exact(schema[name]), schema.get(key) is True)] if name in schema else []
-        if is_number(schema.get(key)):
-            found.append((exact(schema[key]), True))
-        return max(found, key=lambda b: (sign * b[0], b[1]), default=(None, False))
-
-    return *bound("minimum", 1), *bound("maximum", -1)
 
 
 def text_of(value: Any) -> str:

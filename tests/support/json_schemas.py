@@ -50,15 +50,11 @@ def _values() -> Iterator[Case]:
     beside: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
         ({"type": "integer"}, (1, 12, 0)), ({"type": ["string", "null"]}, ("a", "abc", None)), ({"minimum": 1}, (1, 12, 1.5, "a", "abc", None)),
         ({"maximum": 1.5, "type": "number"}, (1, 0, 1.5)), ({"minLength": 2, "type": "string"}, ("abc",)), ({"not": {"const": "a"}, "type": "string"}, ("abc",)),
-        ({"multipleOf": 4, "type": "number"}, (12, 0)), ({"pattern": "^a$", "type": "string"}, ("a",)), ({"maxItems": 1, "type": "array"}, ([], [1])),
-        ({"uniqueItems": True, "type": "array"}, ([], [1], [1, 2])), ({"contains": {"const": 2}, "type": "array"}, ([1, 2],)),
-        ({"required": ["k"], "type": "object"}, ({"k": 1},)), ({"minProperties": 1, "type": "object"}, ({"k": 1},)),
-        ({"propertyNames": {"maxLength": 0}, "type": "object"}, ({},)), ({"if": {"minimum": 1}, "then": {"minimum": 12}, "type": "integer"}, (12, 0)),
+        ({"multipleOf": 4, "type": "number"}, (12, 0)), ({"pattern": "^a$", "type": "string"}, ("a",)), ({"type": "array"}, ([], [1], [1, 1], [1, 2])),
+        ({"if": {"minimum": 1}, "then": {"minimum": 12}, "type": "integer"}, (12, 0)),
         ({"oneOf": [{"minimum": 1}, {"maximum": 1.5}], "type": "number"}, (12, 0)), ({"anyOf": [{"minimum": 12}, {"type": "null"}]}, (12, "a", None)),
-        ({"dependentRequired": {"k": ["j"]}, "type": "object"}, ({},)), ({"allOf": [{"type": "number"}, {"exclusiveMinimum": 1}]}, (12, 1.5)),
-        ({"items": {"maximum": 1}, "type": "array"}, ([], [1], [1, 1])), ({"prefixItems": [{"const": 1}], "type": "array"}, ([], [1], [1, 1], [1, 2])),
-        ({"patternProperties": {"^k": {"type": "string"}}, "type": "object"}, ({},)), ({"not": {"type": ["number", "string"]}}, (None, [], {"k": 1})),
-        ({"minContains": 2, "contains": {"const": 1}, "type": "array"}, ([1, 1],)), ({"maxContains": 1, "contains": {"const": 1}, "type": "array"}, ([1], [1, 2])),
+        ({"allOf": [{"type": "number"}, {"exclusiveMinimum": 1}]}, (12, 1.5)),
+        ({"not": {"type": ["number", "string"]}}, (None, [], {"k": 1})),
     ]  # fmt: skip
     listed = [1, 12, 0, 1.5, "a", "abc", None, [], [1], [1, 1], [1, 2], {}, {"k": 1}]
     for more, kept in beside:
@@ -69,6 +65,10 @@ def _values() -> Iterator[Case]:
             else ()
         )
         yield Case(next(iter(more)), {"enum": listed, **more}, some, gone)
+    for keyword, value in [
+        ("items", INT), ("maxItems", 1), ("uniqueItems", True), ("contains", INT), ("required", ["k"]), ("minProperties", 1), ("dependentRequired", {"k": ["j"]}),
+    ]:  # fmt: skip
+        yield Case(keyword, {"enum": listed, keyword: value}, verdict=LOOSENED)
 
 
 def _numbers() -> Iterator[Case]:
@@ -121,7 +121,9 @@ def _numbers() -> Iterator[Case]:
         yield Case("", {"type": kind, "allOf": [{"maximum": 1}, {"minimum": 20}]}, verdict=REFUSED)
         yield Case("", typed(kind, exclusiveMinimum=1, maximum=1), verdict=REFUSED)
     yield Case("minimum", typed("number", minimum="1"), verdict=REFUSED)
-    yield Case("minimum", typed("number", minimum=0.12345678901234567), verdict=LOOSENED)
+    long = typed("number", minimum=0.12345678901234567, maximum=0.22345678901234567)
+    yield Case("minimum", long, (0.12345678901235, 0.2234567890123), (0.123456789012345, 0.2234567890124))
+    yield Case("minimum", typed("number", minimum=10**15), verdict=LOOSENED)
     yield Case("maximum", typed("number", multipleOf=0.01, minimum=0, maximum=9223372036854775807), verdict=LOOSENED)
     yield Case(
         "multipleOf",
@@ -292,33 +294,6 @@ def _objects() -> Iterator[Case]:
     many = obj({letter * 180: INT for letter in "abcdefghijkl"}, additionalProperties=True)
     yield Case("additionalProperties", many, verdict=LOOSENED)
     yield Case("patternProperties", open_obj(patternProperties={"^(?!a)": INT}), verdict=LOOSENED)
-    for low in (0, 1):
-        yield Case("minProperties", open_obj(minProperties=low), ({"a": 1},), (({},) if low else (5,)))
-        yield Case(
-            "minProperties",
-            obj({"a": INT, "b": INT}, minProperties=low),
-            ({"a": 1}, {"b": 1}, {"a": 1, "b": 2}),
-            (({},) if low else (5,)),
-        )
-    for high in (0, 1, 2, 3):
-        some = {f"k{i}": i for i in range(high + 1)}
-        yield Case("maxProperties", open_obj(maxProperties=high), ({}, dict(list(some.items())[:high])), (some,))
-    yield Case(
-        "maxProperties",
-        obj({"a": INT, "b": INT}, minProperties=1, maxProperties=1),
-        ({"a": 1}, {"b": 1}),
-        ({}, {"a": 1, "b": 2}),
-    )
-    yield Case(
-        "maxProperties",
-        obj({"a": INT, "b": INT, "c": INT}, "a", maxProperties=2),
-        ({"a": 1}, {"a": 1, "c": 1}),
-        ({"a": 1, "b": 2, "c": 3}, {"b": 1}),
-    )
-    yield Case("maxProperties", obj(dict.fromkeys("abcd", INT), maxProperties=2), verdict=LOOSENED)
-    yield Case("minProperties", obj(dict.fromkeys("abcd", INT), minProperties=2), verdict=LOOSENED)
-    yield Case("minProperties", open_obj(minProperties=2), verdict=LOOSENED)
-    yield Case("minProperties", open_obj(minProperties=3, maxProperties=2), verdict=REFUSED)
     abc = dict.fromkeys("abc", INT)
     yield Case(
         "dependentRequired",
@@ -348,6 +323,49 @@ def _objects() -> Iterator[Case]:
         {"allOf": [open_obj(unevaluatedProperties=False), open_obj(properties={"a": INT})]},
         verdict=LOOSENED,
     )
+
+
+def _counted() -> Iterator[Case]:
+    for low in (0, 1):
+        yield Case("minProperties", open_obj(minProperties=low), ({"a": 1},), (({},) if low else (5,)))
+        yield Case(
+            "minProperties",
+            obj({"a": INT, "b": INT}, minProperties=low),
+            ({"a": 1}, {"b": 1}, {"a": 1, "b": 2}),
+            (({},) if low else (5,)),
+        )
+    for high in (0, 1, 2, 3):
+        some = {f"k{i}": i for i in range(high + 1)}
+        yield Case("maxProperties", open_obj(maxProperties=high), ({}, dict(list(some.items())[:high])), (some,))
+    yield Case(
+        "maxProperties",
+        obj({"a": INT, "b": INT}, minProperties=1, maxProperties=1),
+        ({"a": 1}, {"b": 1}),
+        ({}, {"a": 1, "b": 2}),
+    )
+    yield Case(
+        "maxProperties",
+        obj({"a": INT, "b": INT, "c": INT}, "a", maxProperties=2),
+        ({"a": 1}, {"a": 1, "c": 1}),
+        ({"a": 1, "b": 2, "c": 3}, {"b": 1}),
+    )
+    abcd: tuple[Any, ...] = tuple(dict.fromkeys("abcd"[:n], 1) for n in range(5))
+    for required in ("", "b"):
+        counted = obj(dict.fromkeys("abcd", INT), *required, minProperties=2, maxProperties=3)
+        yield Case(
+            "minProperties", counted, ({"a": 1, "b": 2}, {"b": 1, "d": 1}, *abcd[2:4]), (*abcd[:2], abcd[4], {"d": 1})
+        )
+    others = obj({"a": INT, "b": INT}, "b", additionalProperties=True, minProperties=2, maxProperties=3)
+    yield Case(
+        "maxProperties",
+        others,
+        ({"a": 1, "b": 1}, {"b": 1, "z": 1}, {"b": 1, "y": 1, "z": 1}),
+        ({"b": 1}, {"a": 1}, {"a": 1, "b": 1, "y": 1, "z": 1}),
+    )
+    many = dict.fromkeys((f"p{i}" for i in range(50)), INT)
+    yield Case("maxProperties", obj(many, maxProperties=40), verdict=LOOSENED)
+    yield Case("minProperties", open_obj(minProperties=2), verdict=LOOSENED)
+    yield Case("minProperties", open_obj(minProperties=3, maxProperties=2), verdict=REFUSED)
 
 
 def _together() -> Iterator[Case]:
@@ -575,6 +593,7 @@ CASES = [
         strings,
         _arrays,
         _objects,
+        _counted,
         patterned,
         _together,
         _references,

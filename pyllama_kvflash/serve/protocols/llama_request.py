@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from pyllama_kvflash.engine.answer import MAX_ANSWER
-from pyllama_kvflash.native import MAX_PROBS, whole_grammar
+from pyllama_kvflash.native import MAX_PROBS
 from pyllama_kvflash.serve.protocols.answer_fields import SAMPLING, sampling_of, schema_of, stop_of
 from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, ranged, text
 from pyllama_kvflash.serve.protocols.fim import File, infill
@@ -60,7 +60,7 @@ def _both(fields: Mapping[str, Any], served: Served, known: set[str]) -> ParsedR
     schema = schema_of(fields)
     sampling = sampling_of(fields, served)
     if schema is not None:
-        sampling = replace(sampling, grammar=whole_grammar(schema))
+        sampling = replace(sampling, grammar=schema.grammar())
     n_probs = ranged(fields, "n_probs", int, 0, MAX_PROBS)
     n_predict = ranged(fields, "n_predict", int, -1, MAX_ANSWER)
     parsed = ParsedRequest(

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyllama_kvflash.engine.answer import MAX_ANSWER
 from pyllama_kvflash.json_schema import Checked
-from pyllama_kvflash.native import Sampling, whole_grammar
+from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve.protocols import conversation
 from pyllama_kvflash.serve.protocols.answer_fields import sampling_of, stop_of
 from pyllama_kvflash.serve.protocols.fields import array, as_object, get, kind, obj, one_of, ranged
@@ -81,7 +81,7 @@ def generate(body: dict[str, Any], served: Served) -> ParsedRequest:
         if system:
             served.unknown.leave_out("system", "the prompt is not a conversation")
         if parsed.schema is not None:
-            parsed = replace(parsed, sampling=replace(parsed.sampling, grammar=whole_grammar(parsed.schema)))
+            parsed = replace(parsed, sampling=replace(parsed.sampling, grammar=parsed.schema.grammar()))
         if suffix:
             return replace(parsed, prompt=infill(served.kv, prompt, suffix, at="suffix"))
         return replace(parsed, prompt=prompt, special=True)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from pyllama_kvflash.errors import number
-from pyllama_kvflash.native import whole_grammar
 from pyllama_kvflash.serve.protocols import conversation
 from pyllama_kvflash.serve.protocols.answer_fields import SAMPLING, max_tokens_of, sampling_of, schema_of, stop_of
 from pyllama_kvflash.serve.protocols.fields import Unknown, get, obj, ranged
@@ -37,7 +36,7 @@ def completion(body: dict[str, Any], served: Served) -> ParsedRequest:
         res = replace(res, max_tokens=LEGACY_MAX_TOKENS)
     sampling = replace(res.sampling, n_probs=ranged(fields, "logprobs", int, 0, MAX_LOGPROBS))
     if res.schema is not None:
-        sampling = replace(sampling, grammar=whole_grammar(res.schema))
+        sampling = replace(sampling, grammar=res.schema.grammar())
     prompt = prompt_of(fields.get("prompt"), served.kv.model.n_vocab)
     if suffix := get(fields, "suffix", str):
         if not isinstance(prompt, str):
