@@ -1,20 +1,19 @@
-"""When to compare tokens with the full cache: as often as a share of the time allows."""
+"""Decide when to compare tokens with the full cache: as often as a given share of the time allows."""
 
 from collections import deque
 
-_RECENT = 4  # checks that say how it goes now
+_RECENT = 4  # checks in the average
 
 
 class Checks:
-    """Plans checks of `n` tokens, and counts what they find. The caller owns the clock.
+    """Plans checks of `n` tokens, and averages their results. The caller owns the clock.
 
-    The first check comes at once, so that there is a figure for short answers, too: nobody knows yet what it takes, and the
-    prompt has usually taken much longer. From then on the next one begins when all of them together have taken no more than
-    `share` of the time, the next one included.
+    The first check is due at once, so that short answers have a result, too: its cost is still unknown, but the prompt has usually
+    taken much longer. A later check is due when all checks, that one included, take at most `share` of the time.
     """
 
     def __init__(self, share: float, n: int) -> None:
-        """share: 0 to 1, of the time for prompts and answers, checks included. n: tokens of a check."""
+        """share: of the time for prompts and answers, checks included, 0 to 1. n: tokens of a check."""
         self.share = share
         self.n = n
         self._elapsed_s = 0.0
@@ -24,29 +23,29 @@ class Checks:
 
     @property
     def due(self) -> bool:
-        """Whether to begin with a check now."""
+        """Whether to begin a check now."""
         return self._spent_s + self._check_s <= self.share * self._elapsed_s
 
     @property
     def agreement(self) -> float | None:
-        """Share of the tokens of the last checks that were the full cache's, 0 to 1; None before the first."""
+        """The share of tokens in the last checks that equal the full cache's, 0 to 1; None before the first check."""
         return sum(self._recent) / len(self._recent) if self._recent else None
 
     def passed(self, seconds: float) -> None:
-        """Record that reading or decoding went on for so long."""
+        """Record that reading or decoding took `seconds`."""
         self._elapsed_s += seconds
 
     def began(self, seconds: float) -> None:
-        """Record that it took so long to begin a check."""
+        """Record that beginning a check took `seconds`."""
         self._spent_s += seconds
 
     def checked(self, seconds: float, n_agreed: int) -> None:
-        """Record a check that took so long, and how many of its n tokens were the full cache's."""
+        """Record a check that took `seconds`. n_agreed: tokens of it that equal the full cache's."""
         self._elapsed_s += seconds
         self._spent_s += seconds
         self._check_s = seconds
         self._recent.append(n_agreed / self.n)
 
     def forget(self) -> None:
-        """Forget what the last checks found: another text begins."""
+        """Forget the results of the last checks, because another text begins."""
         self._recent.clear()

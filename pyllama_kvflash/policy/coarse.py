@@ -1,4 +1,4 @@
-"""Codes of all positions: keys and values in a few bits, by which positions outside the pool are attended to."""
+"""Codes of all positions: keys and values in a few bits. Layers attend to positions outside the pool by their codes."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -6,11 +6,11 @@ from typing import Self
 from pyllama_kvflash.policy.fresh import UNIT, Heads, padded
 
 FORMS = ("4", "4,2", "2")
-"""Bits of keys and values, or of keys, values: the closest first."""
+"""Bits of keys and values, or of keys, values: the most accurate first."""
 CHOICES = ("auto", "off", *FORMS)
-"""What `coarse` may be."""
+"""The values of `coarse`."""
 SEGMENT = 4096
-"""Positions whose rows have a mean of their own: kvf_codes::SEGMENT."""
+"""Positions that share a mean row: kvf_codes::SEGMENT."""
 _TILE = 64 * UNIT  # positions of a tile: kvf_codes::TILE
 _PADDED = 16  # values of a row
 _SCALE, _MEAN = 2, 4  # bytes
@@ -18,14 +18,14 @@ _SCALE, _MEAN = 2, 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class CoarseForm:
-    """Bits of the code of each value of a key and of a value row."""
+    """Bits per element of a key row, and of a value row."""
 
     k: int
     v: int
 
     @classmethod
     def of(cls, coarse: str) -> Self | None:
-        """Return the form that an option asks for; None: "off"."""
+        """Return the form for a value of `coarse`; None for "off"."""
         if coarse == "off":
             return None
         k, _, v = coarse.partition(",")
@@ -36,11 +36,11 @@ class CoarseForm:
         return sum(self._pieces(heads, -(-n // UNIT) * UNIT, n))
 
     def gpu_bytes(self, heads: Heads, n_ctx: int) -> int:
-        """Return the bytes that a GPU takes for those of a whole context: of whole tiles, each piece from a place of its own on."""
+        """Return the bytes of a full context's codes on a GPU, where rows come in whole tiles and each piece is aligned."""
         return sum(map(padded, self._pieces(heads, -(-n_ctx // _TILE) * _TILE, n_ctx)))
 
     def _pieces(self, heads: Heads, n_row: int, n: int) -> list[int]:
-        """Return the bytes of levels, of a scale for each row, of means, and of spreads, of keys and of values."""
+        """Return the bytes of the pieces, for keys and then for values: levels, a scale for each row, means, and spreads."""
         each = [(heads.n_embd, self.k)] + [(heads.n_embd_v, self.v)] * (heads.n_embd_v > 0)
         res = []
         for d, bits in each:

@@ -1,7 +1,7 @@
-"""How likely a drafted token is right, by how sure of it its drafter was.
+"""Estimate the acceptance of a drafted token from the drafter's confidence.
 
-A drafter is wrong above all where it gives its first choice a low probability. How often, checks say: right and wrong tokens are counted by ranges of that
-probability (a histogram calibration, Zadrozny and Elkan 2001). A range of which little is known is like all tokens.
+A token is rejected more often if its drafter gave it a low probability. Accepted and rejected tokens are counted in ranges of
+that probability (a histogram calibration, Zadrozny and Elkan 2001). A range with few counts takes the average of all tokens.
 """
 
 import math
@@ -9,8 +9,8 @@ from bisect import bisect
 from collections.abc import Sequence
 
 _EDGES = (0.5, 0.8, 0.9, 0.98, 0.995, 0.9995)  # between ranges
-_KEPT = 0.99  # of a range's weight, at each of its tokens: so an easy text is forgotten as soon as a hard one begins
-_WEIGHT = 4.0  # tokens as which the average counts in each range
+_KEPT = 0.99  # decay of a range's counts per token in it: a hard text soon outweighs an easy one before it
+_WEIGHT = 4.0  # weight of the average in each range, in tokens
 
 
 class Doubt:
@@ -21,15 +21,15 @@ class Doubt:
         self._tried = [0.0] * (len(_EDGES) + 1)
 
     def all_right(self, tops: Sequence[float], average: float) -> float:
-        """Return the probability that all tokens of a draft are right.
+        """Return the probability that all tokens of a draft are accepted.
 
-        tops: for each, the probability of the drafter's first choice. average: the share of all tokens that are right.
+        tops: for each token, the probability that the drafter gave it. average: the acceptance of all tokens.
         """
         at = [bisect(_EDGES, top) for top in tops]
         return math.prod((self._right[i] + _WEIGHT * average) / (self._tried[i] + _WEIGHT) for i in at)
 
     def checked(self, tops: Sequence[float], n_right: int) -> None:
-        """Record the check of a draft, of which the first n_right tokens were right. What follows a wrong one says nothing."""
+        """Record a check that accepted the first n_right tokens of a draft. Tokens after a rejected one do not count."""
         for k, top in enumerate(tops[: n_right + 1]):
             i = bisect(_EDGES, top)
             self._tried[i] = _KEPT * self._tried[i] + 1

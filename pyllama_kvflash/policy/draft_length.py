@@ -1,4 +1,4 @@
-"""How many tokens to draft before they are checked: as many as pay, or none."""
+"""Choose how many tokens to draft before a check: the number with the highest expected speed, possibly 0."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ class DraftLength:
     """Chooses the length of the next draft. The caller owns the clock, and reports each step.
 
     A gate decides whether to draft at all. It suits a drafter that may never be right: its failed tries cost next to nothing.
-    The lookahead chooses between lengths that were measured. Without a gate, 0 may be one of them.
+    The lookahead chooses among lengths by measurement. Without a gate, 0 may be one of them.
     """
 
     def __init__(self, lengths: Sequence[int], gate: Gate | None = None) -> None:
-        """lengths: those to choose from, ascending; a single one is not measured. gate: None: always draft."""
+        """lengths: to choose from, ascending; a single one is not measured. gate: None: always draft."""
         self.gate = gate
         self._longest = lengths[-1]
         self._lookahead = Lookahead(lengths) if len(lengths) > 1 else None
@@ -28,15 +28,15 @@ class DraftLength:
 
     @property
     def next(self) -> Length:
-        """Where the next draft ends, by all_right()."""
+        """Where the next draft ends. Its `least` is compared with all_right()."""
         return self._lookahead.next if self._lookahead else Length(self._longest)
 
     def all_right(self, tops: Sequence[float]) -> float:
-        """Return the probability that all tokens of a draft are right. tops: that of the drafter's first choice, for each."""
+        """Return the probability that all tokens of a draft are accepted. tops: the drafter's probability of each token."""
         return self._lookahead.all_right(tops) if self._lookahead else 1.0
 
     def plain(self, seconds: float) -> bool:
-        """Record a step without a draft. Returns whether only the gate kept it from drafting."""
+        """Record a step without a draft. Returns whether the gate prevented the draft."""
         if self.gate is None:
             return False
         before = self.gate.n_gated
@@ -44,17 +44,17 @@ class DraftLength:
         return self.gate.n_gated > before
 
     def beside(self, n_drafted: int) -> None:
-        """Record that so many tokens were drafted while a check was under way."""
+        """Record that n_drafted tokens were drafted during a check."""
         if self._lookahead:
             self._lookahead.beside(n_drafted)
 
     def checked(
         self, n_drafted: int, n_right: int, draft_s: float, check_s: float, width: int = 0, tops: Sequence[float] = ()
     ) -> None:
-        """Record a draft of n_drafted tokens, of which the first n_right were right.
+        """Record a check that accepted n_right of n_drafted tokens.
 
-        draft_s: seconds of the draft; 0: it was drafted beside the check before. check_s: seconds of its check. width: tokens of
-        the batch that checked it; 0: the drafted ones and the one before them. tops: as for all_right(); none: not known.
+        draft_s: seconds of drafting; 0: the tokens were drafted during the last check. check_s: seconds of the check. width: tokens of
+        its batch; 0: n_drafted + 1. tops: as for all_right(); (): unknown.
         """
         if self._lookahead:
             self._lookahead.checked(n_drafted, n_right, draft_s, check_s, width, tops)

@@ -1,5 +1,5 @@
-"""Decide which layers keep their experts, or without these their feed-forward weights, in host memory: as many as requested, or as few
-as leave room for the pool.
+"""Decide which layers keep their experts (in a dense model, their feed-forward weights) in host memory: the requested number, or the
+fewest that leave room for the pool.
 """
 
 from collections.abc import Sequence
@@ -7,23 +7,25 @@ from dataclasses import dataclass, field
 
 from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE
 
-DENSE_CAP = 4096  # tokens of an automatic pool beside feed-forward weights: each token reads all of them, 2 ms for a layer in RAM
+DENSE_CAP = (
+    4096  # most tokens of an automatic pool for a dense model: each token reads all weights in RAM, 2 ms a layer
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A device, and the part of the model that it is to hold. Sizes are in bytes.
+    """A device, and its part of the model. Sizes are in bytes.
 
     free: free memory before the model is loaded.
     fixed: weights other than experts, and states that do not grow with the context.
     token_bytes: KV of one token.
-    experts: experts of each layer of the model in order; 0 for a layer whose experts are not on this device. Where a model has none, its
-        feed-forward weights. dense: whether these are the latter.
-    copy: the largest of their tensors. A prompt batch copies it here if it lies on the host.
+    experts: experts of each layer of the model in order, 0 for a layer on another device; in a dense model, feed-forward weights.
+    dense: whether the model is dense.
+    copy: the largest tensor of these. A prompt batch copies it here if it lies on the host.
     compute: compute buffers.
     token_compute: growth of the compute buffers with each token of KV, for its attention mask.
-    drafter: everything that the drafter takes.
-    codes: of all positions, with what attending to them takes.
+    drafter: all memory of the drafter.
+    codes: of all positions, with the buffers for attending to them.
     gpu: False for the host.
     reserve: bytes that stay free.
     """
@@ -44,13 +46,11 @@ class Holding:
 
     @property
     def what(self) -> str:
-        """What may stay on the host, in words."""
+        """The weights that may stay on the host, in words."""
         return "feed-forward weights" if self.dense else "experts"
 
     def need(self, n_host: int, tokens: int) -> int:
-        """Return the bytes for `tokens` tokens of KV, reserve included, with the experts of the first n_host layers on
-        the host.
-        """
+        """Return the bytes with `tokens` tokens of KV and the experts of the first n_host layers on the host, reserve included."""
         return sum(self.parts(n_host, tokens).values())
 
     def parts(self, n_host: int, tokens: int) -> dict[str, int]:
@@ -72,7 +72,7 @@ class Holding:
 class Placement:
     """The result of place_experts().
 
-    n_cpu_moe: the experts, or else the feed-forward weights, of this many first layers stay on the host. dense: the latter.
+    n_cpu_moe: the experts of this many first layers stay on the host. dense: the model is dense: its feed-forward weights do.
     pool: the pool to request now: "auto", "off" or tokens.
     redundant: True if the full cache fits beside all experts.
     fits: False if no pool fits, even with all experts on the host.
@@ -105,13 +105,12 @@ def place_experts(
     floor: the fewest cells that the pool may have.
     cap: the most tokens of an automatic pool; 0: AUTO_CAP, or DENSE_CAP beside feed-forward weights.
 
-    "auto" takes the smallest number of layers with which every GPU holds its part of the weights and of the pool's KV,
-    or of the full cache's KV if the pool is off or covers the context. The host is not checked.
+    "auto" chooses the fewest layers with which every GPU holds its part of the weights and of the pool's KV, or of the
+    full cache's KV if the pool is off or covers the context. The host is not checked.
 
-    An automatic pool takes half of what the experts leave, and automatic experts would leave what the pool takes. To
-    break this circle, the experts make room for a pool of cap tokens (at most the context, at least the floor), and
-    that becomes the pool. Only if it does not fit with all experts on the host does the pool take what is left, as
-    "auto" again.
+    An automatic pool depends on the memory that experts leave, and automatic experts depend on the pool. To break this
+    circle, the experts make room for a pool of cap tokens (at most the context, at least the floor), and that becomes
+    the pool. If it does not fit even with all experts on the host, the pool stays "auto" and is sized from the rest.
 
     If the full cache fits beside all experts, an automatic pool is redundant and is turned off. If it fits only with
     some experts on the host, the pool stays, because it keeps those experts on the GPU.
@@ -155,7 +154,7 @@ def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, flo
 
 
 def _squeezed(gpus: Sequence[Holding], n_layer: int, pool: int | str, tokens: int, least: int) -> Placement:
-    """Put all experts on the host: `tokens` tokens of KV do not fit, and perhaps no pool does."""
+    """Put all experts on the host, because `tokens` tokens of KV do not fit; perhaps no pool does."""
     if _fit(gpus, n_layer, least):
         text = f"{gpus[0].what}: {_first(n_layer, n_layer, gpus)}, and the pool takes what is left: {_arithmetic(gpus, n_layer, tokens)}"
         return Placement(n_layer, pool, notes=(text,))
@@ -168,7 +167,7 @@ def _squeezed(gpus: Sequence[Holding], n_layer: int, pool: int | str, tokens: in
 
 
 def _cells(pool: int | str, full: int, cap: int) -> tuple[int, int]:
-    """Return the cells that a pool should have and those that it must have, before floor and context are applied."""
+    """Return the desired and the least cells of a pool, before floor and context are applied."""
     if pool == "auto":
         return cap // CELLS * CELLS, 0
     cells = full if pool == "off" else _rounded(int(pool))
@@ -180,7 +179,7 @@ def _fit(gpus: Sequence[Holding], n_host: int, tokens: int) -> bool:
 
 
 def _fewest(gpus: Sequence[Holding], n_layer: int, tokens: int) -> int | None:
-    """Return the smallest number of layers whose experts must go to the host, or None if moving all is not enough."""
+    """Return the fewest layers whose experts must stay on the host, or None if even all are not enough."""
     return next((n for n in range(n_layer + 1) if _fit(gpus, n, tokens)), None)
 
 
@@ -205,7 +204,7 @@ def _kept(what: str, n: int, n_full: int | None, full: int) -> str:
 
 
 def _arithmetic(gpus: Sequence[Holding], n_host: int, tokens: int) -> str:
-    """Return the sum in words, for the device that has the least to spare."""
+    """Return the sum in words, for the device with the least free memory left."""
     h = min(gpus, key=lambda h: h.free - h.need(n_host, tokens))
     need = h.need(n_host, tokens)
     others = f", the tightest of {len(gpus)} devices" if len(gpus) > 1 else ""

@@ -1,8 +1,8 @@
-"""Decide from measured times whether drafting pays, so that it is never slower than plain decoding for long.
+"""Decide from measured times whether drafting is faster, so that it never stays slower than plain decoding for long.
 
-A drafted step commits the tokens of its draft that were right and one more, and takes longer than a plain step. Its
-worth is (tokens committed x seconds of a plain step) / seconds of a drafted step, all three as moving averages. The
-plain step right after a drafted one takes longer, because the graph changes; the drafted steps are charged for it.
+A drafted step commits the accepted tokens and one more, and takes longer than a plain step. Its worth is (tokens
+committed x seconds of a plain step) / seconds of a drafted step, all three as moving averages. The plain step right
+after a drafted one takes longer, because the graph changes; this is charged to the drafted step.
 """
 
 import math
@@ -10,24 +10,24 @@ import math
 _TIMES, _TOKENS = 0.2, 0.1  # weight of the newest step in an average; committed tokens vary more than times
 _SPIKE = 3  # a step counts as at most this many averages: timing errors only add
 _FIRST = 3  # plain steps before the first draft, to learn what a plain step takes
-_REFRESH = 128  # drafted steps after which a plain step is measured again
+_REFRESH = 128  # drafted steps until a plain step is measured again
 _TRY = 4  # drafted steps of a try, at the start and while closed; then the gate opens or closes
-_SUSTAIN = 4  # drafted steps in a row worth less than the margin, after which an open gate closes
+_SUSTAIN = 4  # an open gate closes after so many consecutive drafted steps worth less than the margin
 _HOPELESS = 3  # a try ends early if even its fastest time makes it worth less than 1/3 of the margin
-_WAIT, _LONGEST_WAIT = 64, 1024  # plain steps between two tries, doubled after each that failed
-_MAKE_UP = 64  # plain steps to wait for each one that the try lost: failed tries cost 1.6 % of the time
+_WAIT, _LONGEST_WAIT = 64, 1024  # plain steps between two tries, doubled after each failed try
+_MAKE_UP = 64  # plain steps to wait for each step that a try lost: failed tries cost at most 1.6 % of the time
 _LONGEST_MAKE_UP = 8192
 
 
 class Gate:
     """Decides before each step whether to draft. The caller owns the clock, and reports each step.
 
-    margin: what a draft must be worth in plain steps; 0: always draft.
+    margin: the least worth of a drafted step, in plain steps; 0: always draft.
     """
 
     def __init__(self, margin: float = 1.0) -> None:
         self.margin = margin
-        self.n_gated = 0  # plain steps that only the gate kept from drafting
+        self.n_gated = 0  # steps that were plain because the gate was closed
         self.plain_s: float | None = None
         self.drafted_s: float | None = None
         self.committed: float | None = None
@@ -35,7 +35,7 @@ class Gate:
         self._n_drafted = 0  # since the last try began
         self._spent_s = 0.0  # their seconds
         self._least_s = math.inf  # seconds of the fastest of them
-        self._gained = 0  # tokens that they committed
+        self._gained = 0  # tokens committed by them
         self._since_plain = 0  # drafted steps since a plain one was measured
         self._switched = False  # the step before was drafted
         self._extra_s = 0.0  # extra seconds of plain steps after drafted ones
@@ -47,7 +47,7 @@ class Gate:
 
     @property
     def worth(self) -> float | None:
-        """Worth of a drafted step in plain steps, None if not known yet."""
+        """The worth of a drafted step in plain steps; None if unknown."""
         if self.plain_s is None or self.drafted_s is None or self.committed is None:
             return None
         return self.committed * self.plain_s / self.drafted_s if self.drafted_s else math.inf
@@ -63,7 +63,7 @@ class Gate:
 
     @property
     def closed(self) -> bool:
-        """Whether the gate found that drafting does not pay. A closed gate tries again now and then."""
+        """Whether drafting was found to be slower. A closed gate tries again from time to time."""
         return self._closed
 
     def plain(self, seconds: float) -> None:
@@ -84,7 +84,7 @@ class Gate:
             self._n_drafted, self._spent_s, self._least_s, self._gained = 0, 0.0, math.inf, 0
 
     def drafted(self, seconds: float, committed: int) -> None:
-        """Record a drafted step: its seconds, drafting included, and the tokens that it committed, at least one."""
+        """Record a drafted step: its seconds, drafting included, and the tokens it committed, at least one."""
         seconds, self._extra_s, self._switched = seconds + self._extra_s, 0.0, True
         self._n_drafted += 1
         self._since_plain += 1
@@ -93,8 +93,8 @@ class Gate:
         self._gained += committed
         n = self._n_drafted - 1
         if not n:
-            return  # the first of a try is slow: it sets things up, or the drafter catches up
-        # averages start afresh with each try: the text has moved on since
+            return  # the first step of a try is slow: setup, or the drafter catches up
+        # averages restart with each try, because the text has changed
         self.drafted_s = _time(self.drafted_s, seconds, n)
         self.committed = _mean(self.committed, committed, n)
         worth = self.worth
@@ -120,7 +120,7 @@ class Gate:
         return tokens * (self.plain_s or 0) * _HOPELESS < self.margin * self._least_s
 
     def _lost(self) -> float:
-        """Return what the last try lost, in plain steps, catching up included."""
+        """Return the loss of the last try in plain steps, including the drafter's catching up."""
         return self._spent_s / self.plain_s - self._gained if self.plain_s else 0
 
     def _close(self, wait: float) -> None:
@@ -129,7 +129,7 @@ class Gate:
 
 
 def _time(before: float | None, now: float, n: int) -> float:
-    """Return the average with the n-th time added: the minimum of the first few, since any may be slow by chance."""
+    """Return the average with the n-th time added; for the first few, the minimum, since single times may be slow by chance."""
     if n == 1 or not before:
         return now
     return min(before, now) if n <= _FIRST else before + _TIMES * (min(now, _SPIKE * before) - before)

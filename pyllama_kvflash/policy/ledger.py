@@ -1,4 +1,4 @@
-"""The ledger of where every chunk of a sequence is."""
+"""The ledger: where every chunk of a sequence is."""
 
 from enum import IntEnum
 
@@ -10,7 +10,7 @@ Scores = npt.NDArray[np.float64]
 
 
 class LedgerError(AssertionError):
-    """A step that the ledger's rules forbid: always a bug in the caller, never the user's fault."""
+    """A step that violates the ledger's rules: always a bug in the caller, never the user's fault."""
 
 
 _CHUNK = np.dtype([("state", np.int8), ("stored", np.bool_), ("touched", np.int64), ("score", np.float64)])
@@ -20,7 +20,7 @@ class State(IntEnum):
     """Place of a chunk's K and V."""
 
     OUT = 0  # in the host store only
-    IN_FLIGHT = 1  # on its way into a block that is reserved for it
+    IN_FLIGHT = 1  # being copied into a block that is reserved for it
     RESIDENT = 2  # in a block of the pool
 
 
@@ -36,38 +36,38 @@ class Blocks:
 
     @property
     def n_free(self) -> int:
-        """Blocks that hold no chunk and are reserved for none."""
+        """Blocks that are neither used nor reserved."""
         return self.n - sum(ledger.n_held for ledger in self.ledgers)
 
     @property
     def n_room(self) -> int:
-        """Blocks that are free, or that chunks and guests can give up."""
+        """Blocks that are free, or that evictable chunks and guests can give up."""
         return self.n_free + sum(int(np.count_nonzero(each.evictable())) + each.n_guests for each in self.ledgers)
 
     @property
     def n_spare(self) -> int:
-        """Blocks for trials, beside those of trials under way, of what each sequence protects, sooner or later, and of a chunk that it
-        begins.
+        """Blocks available to new trials: all but those of trials under way, of each sequence's protected chunks (present and future),
+        and one for each sequence's next chunk.
         """
         kept = (max(int(np.count_nonzero(each.protected())), each.n_sinks + each.n_tail) for each in self.ledgers)
         return self.n - sum(kept) - sum(each.n_tried + 1 for each in self.ledgers)
 
 
 class Ledger:
-    """The chunks of one sequence and the blocks they fill. It owns no bytes: the engine moves them and reports here.
+    """The chunks of one sequence, and the blocks they fill. It owns no bytes: the engine moves them, and reports here.
 
     Positions 0 .. n_tokens - 1 are written, in chunks of `chunk` positions; the last chunk may be partly filled. A
     chunk is *sealed* when all its positions are written. Every step checks these rules (LedgerError):
 
-    - only a sealed chunk whose record is stored leaves the pool, and a protected chunk never does;
-    - a chunk that is being written is resident;
+    - only a sealed chunk with a stored record is evicted, and never a protected one;
+    - the chunk being written is resident;
     - free + in flight + resident + guests + a trial's == blocks.n, always, over all sequences that share the blocks.
 
     The first `n_sinks` chunks, the last `n_tail`, pinned chunks and unsealed ones are protected.
     """
 
     def __init__(self, blocks: int | Blocks, chunk: int = 64, *, n_sinks: int = 1, n_tail: int = 4) -> None:
-        """blocks: the number of blocks for this sequence alone, or the Blocks that it shares with others."""
+        """blocks: the number of blocks of this sequence alone, or the Blocks shared with other sequences."""
         self.blocks = blocks if isinstance(blocks, Blocks) else Blocks(blocks)
         self.blocks.ledgers.append(self)
         self.chunk = chunk
@@ -75,13 +75,13 @@ class Ledger:
         self.n_tail = n_tail
         self.pins: set[int] = set()  # chunks, written or not
         self.n_guests = 0  # blocks in which each layer holds chunks of its own choice
-        self._tried = (0, 0)  # chunks of a trial, first and end: those that are not written take blocks, too
+        self._tried = (0, 0)  # chunks of a trial, first and end: unwritten ones take blocks, too
         self._tick = 0
-        # one attribute, replaced whole: the two agree wherever a step is interrupted
+        # one attribute, replaced as a whole, so that both parts agree wherever a step is interrupted
         self._now = (0, np.zeros(0, _CHUNK))  # positions written, chunks
 
     #
-    # what is known
+    # state
     #
 
     @property
@@ -118,33 +118,33 @@ class Ledger:
 
     @property
     def n_in_flight(self) -> int:
-        """Chunks on their way into the pool."""
+        """Chunks in flight into the pool."""
         return int(np.count_nonzero(self._state == State.IN_FLIGHT))
 
     @property
     def n_held(self) -> int:
-        """Blocks that hold its chunks, are reserved for them, or are its guests' or a trial's."""
+        """Blocks that hold this sequence's chunks, guests or trial, or are reserved for its chunks."""
         return int(np.count_nonzero(self._state)) + self.n_guests + self.n_tried
 
     @property
     def n_tried(self) -> int:
-        """Blocks that a trial takes beside those of chunks that are resident."""
+        """Blocks that a trial takes in addition to those of resident chunks."""
         first, end = self._tried
         return end - first - int(np.count_nonzero(self._state[first:end] == _RESIDENT)) if end else 0
 
     @property
     def n_free(self) -> int:
-        """Blocks of the pool that hold no chunk and are reserved for none, whatever the sequence."""
+        """Blocks of the pool that no sequence uses or reserves."""
         return self.blocks.n_free
 
     @property
     def n_share(self) -> int:
-        """Blocks that other sequences cannot take from it: an equal part of the pool."""
+        """Blocks guaranteed to this sequence: an equal part of the pool."""
         return self.blocks.n // len(self.blocks.ledgers)
 
     @property
     def n_block(self) -> int:
-        """Blocks that it holds or could take without another sequence giving one up: the whole pool, if it is alone."""
+        """Blocks that this sequence holds, or that are free: the whole pool, if it is alone."""
         return self.n_held + self.n_free
 
     @property
@@ -154,7 +154,7 @@ class Ledger:
 
     @property
     def stored(self) -> Mask:
-        """A copy of the mask of chunks that have a valid record in the host store, (n_chunks,) bool."""
+        """A copy of the mask of chunks with a valid record in the host store, (n_chunks,) bool."""
         return self._stored.copy()
 
     @property
@@ -164,12 +164,12 @@ class Ledger:
 
     @property
     def score(self) -> Scores:
-        """A copy of each chunk's score from the last scoring, (n_chunks,) float64; NaN if it has none."""
+        """A copy of each chunk's score from the last scoring, (n_chunks,) float64; NaN: not scored."""
         return self._now[1]["score"].copy()
 
     def heat(self) -> Scores:
-        """Return each chunk's heat, (n_chunks,) float64; the coldest leaves first. Scored chunks rank by score,
-        unscored ones above them by recency.
+        """Return each chunk's heat, (n_chunks,) float64; the coldest is evicted first. Scored chunks rank by score; unscored
+        ones rank above them, by recency.
         """
         score, touched = self._now[1]["score"], self._touched
         rated = ~np.isnan(score)
@@ -178,9 +178,7 @@ class Ledger:
         return heat
 
     def candidates(self) -> Mask:
-        """Return the mask of chunks, resident or out, that compete for the blocks that nothing protected needs,
-        (n_chunks,) bool.
-        """
+        """Return the mask of chunks, resident or out, that compete for the blocks without protected chunks, (n_chunks,) bool."""
         mask: Mask = self._stored & (self._state != State.IN_FLIGHT) & ~self.protected()
         return mask
 
@@ -201,34 +199,34 @@ class Ledger:
 
     @property
     def lacks_protected(self) -> bool:
-        """Whether a chunk that may not be evicted is out, as after positions were computed outside the pool."""
+        """Whether a protected chunk is out, as after positions were computed outside the pool."""
         return bool(np.any(self._state[self.protected()] == State.OUT))
 
     def evictable(self) -> Mask:
-        """Return the mask of chunks that could leave the pool now, (n_chunks,) bool."""
+        """Return the mask of chunks that can be evicted now, (n_chunks,) bool."""
         mask: Mask = (self._state == State.RESIDENT) & self._stored & ~self.protected()
         return mask
 
     def new_chunks(self, n_tokens: int) -> int:
-        """Return the blocks that writing n_tokens more positions takes."""
+        """Return the number of chunks that n_tokens more positions begin."""
         return -(-(self.n_tokens + n_tokens) // self.chunk) - self.n_chunks
 
     @property
     def needs_block(self) -> bool:
-        """Whether a token after the last one begins a chunk for which a trial has no block."""
+        """Whether the next token begins a chunk that needs a block, because no trial holds one for it."""
         first, end = self._tried
         return not self.n_tokens % self.chunk and not first <= self.n_chunks < end
 
     def seals(self, n_tokens: int) -> int:
-        """Return the number of chunks that writing n_tokens more positions fills."""
+        """Return the number of chunks that n_tokens more positions fill."""
         return (self.n_tokens + n_tokens) // self.chunk - self.n_sealed
 
     #
-    # what happens
+    # changes
     #
 
     def try_out(self, n_tokens: int) -> None:
-        """Set blocks aside for n_tokens after the last position, which may be decoded and not kept. 0: give them back."""
+        """Reserve blocks for a trial of n_tokens after the last position; 0: release them."""
         if n_tokens and self.new_chunks(n_tokens) > self.n_free:
             raise LedgerError(f"{self.new_chunks(n_tokens)} new chunks, {self.n_free} free blocks")
         self._tried = (self.n_sealed, -(-(self.n_tokens + n_tokens) // self.chunk)) if n_tokens else (0, 0)
@@ -240,7 +238,7 @@ class Ledger:
         before, chunks = self._now
         last = before % self.chunk  # positions of the chunk that is being written
         if last and last + n_tokens < self.chunk and chunks["state"][-1] == _RESIDENT:
-            # most tokens: no chunk begins, and none is full
+            # most tokens neither begin nor fill a chunk
             self._tick += 1
             chunks["touched"][-1] = self._tick
             chunks["score"][-1] = np.nan
@@ -261,8 +259,8 @@ class Ledger:
     def append(self, n_tokens: int) -> None:
         """Record that n_tokens more positions were computed outside the pool.
 
-        Chunks that are full now are out, and have their records. One that is partly filled is resident: in the block of the
-        chunk that was being written before, or in a free one.
+        Full chunks are out, and have their records. A partly filled last chunk is resident: in the block of the chunk that was
+        being written before, or in a free one.
         """
         end, first = self.n_tokens + n_tokens, self.n_sealed
         n_full = end // self.chunk
@@ -278,7 +276,7 @@ class Ledger:
         self._now = (end, chunks)
 
     def rate(self, scores: Scores) -> None:
-        """Set the scores of the first n chunks, (n,) float64, n at most n_chunks; NaN: no score."""
+        """Set the scores of the first n chunks, (n,) float64; NaN: not scored."""
         if len(scores) > self.n_chunks:
             raise LedgerError(f"{len(scores)} scores for {self.n_chunks} chunks")
         self._now[1]["score"][: len(scores)] = scores
@@ -289,7 +287,7 @@ class Ledger:
         self._now[1]["score"][chunk] = np.nan
 
     def to_store(self) -> list[int]:
-        """Return the sealed chunks that have no record yet. The store must take them before they can be evicted."""
+        """Return the sealed chunks without a record. The store must take them before they can be evicted."""
         return [int(c) for c in np.flatnonzero(~self._stored[: self.n_sealed])]
 
     def mark_stored(self, chunk: int) -> None:
@@ -311,7 +309,7 @@ class Ledger:
         self._state[chunk] = State.OUT
 
     def begin_page_in(self, chunk: int) -> None:
-        """Reserve a block for a chunk whose bytes are on their way."""
+        """Reserve a block for a chunk in flight."""
         if self.state_of(chunk) != State.OUT:
             raise LedgerError(f"chunk {chunk} is not out")
         if self.n_free <= 0:
@@ -319,7 +317,7 @@ class Ledger:
         self._state[chunk] = State.IN_FLIGHT
 
     def commit_page_in(self, chunk: int) -> None:
-        """Record that the bytes of a chunk in flight have arrived: it is resident."""
+        """Make a chunk in flight resident."""
         if self.state_of(chunk) != State.IN_FLIGHT:
             raise LedgerError(f"chunk {chunk} is not in flight")
         self._tick += 1
@@ -327,13 +325,13 @@ class Ledger:
         self._state[chunk] = State.RESIDENT
 
     def abort_page_in(self, chunk: int) -> None:
-        """Free the block of a chunk in flight: its bytes will not arrive."""
+        """Free the block of a chunk in flight, whose copy is given up."""
         if self.state_of(chunk) != State.IN_FLIGHT:
             raise LedgerError(f"chunk {chunk} is not in flight")
         self._state[chunk] = State.OUT
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions. A chunk that is cut through must be resident, and its record becomes
+        """Keep the first n_tokens positions. If n_tokens is within a chunk, that must be resident, and its record becomes
         invalid.
         """
         if not 0 <= n_tokens <= self.n_tokens:
@@ -350,13 +348,13 @@ class Ledger:
 
     @property
     def tick(self) -> int:
-        """Number of the last step that touched a chunk."""
+        """The number of the last step that touched a chunk."""
         return self._tick
 
     def load(
         self, n_tokens: int, state: npt.NDArray[np.int8], touched: npt.NDArray[np.int64], score: Scores, tick: int
     ) -> None:
-        """Restore the state of a saved ledger from arrays (n_chunks,). All sealed chunks have their records."""
+        """Restore a saved ledger from arrays (n_chunks,). All sealed chunks must have records."""
         chunks = np.zeros(-(-n_tokens // self.chunk), _CHUNK)
         if not len(chunks) == len(state) == len(touched) == len(score):
             raise LedgerError(f"{len(state)} chunks for {n_tokens} positions")
@@ -374,7 +372,7 @@ class Ledger:
         self._tried = (0, 0)
 
     def check_integrity(self) -> None:
-        """Raise LedgerError if the ledger contradicts itself. Cheap: meant for tests and idle moments."""
+        """Raise LedgerError if the ledger is inconsistent. Meant for tests and idle moments."""
         n = self.n_chunks
         if n != -(-self.n_tokens // self.chunk):
             raise LedgerError(f"{n} chunks for {self.n_tokens} positions")

@@ -1,15 +1,15 @@
-"""How many tokens to draft before they are checked, from measured acceptance and measured times.
+"""Choose how many tokens to draft before a check, from measured acceptance and times.
 
-A round drafts n tokens and checks them, and the token before them, in one batch. If each is right with probability a, it
-commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192, equation 1). It takes n times
-what a draft takes, and what the check of n + 1 tokens takes: a line in the number of tokens, fitted to the checks so far.
+A round drafts n tokens, and verifies them and the token before them in one batch. If each is accepted with probability a, it
+commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192, equation 1). Its time is n times that
+of a drafted token, plus that of checking n + 1 tokens: a line in the number of tokens, fitted to the checks so far.
 
-Where k tokens are drafted beside a check, they are the first ones of the next draft if all that is checked is right, and cost no time.
-A run of rounds then ends with a wrong token, after 1 / (1 - a) tokens on average. After its first check it has a^(n+1) / (1 - a^m) more, of
+If k tokens are drafted during a check that accepts everything, they begin the next draft, and cost no time. A run of rounds then
+ends with a rejected token, after 1 / (1 - a) tokens on average. After its first check it has a^(n+1) / (1 - a^m) more checks, of
 m = max(n, k) tokens each.
 
-Tokens differ: a draft goes on while it is as probable that all of it is right as it is of one of fewer than n average tokens. So one of sure tokens has more
-than n, and one with an unsure token ends early.
+Tokens differ in confidence. A draft continues until the probability that all of it is accepted falls to that of n average tokens.
+So a draft of confident tokens is longer than n, and an unsure token ends it early.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 from pyllama_kvflash.policy.doubt import Doubt
 
-_KEPT = 0.95  # of the weight of earlier rounds, at each round
-_SPIKE = 3  # a time counts as at most this many times what was expected: timing errors only add
-_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # acceptance before anything is known, and the drafts that would have shown it
-_FLAT = 1e-6  # spread of the numbers of tokens below which they were all the same
-_PROBE = 64  # rounds after which another number is tried, so that the line and the acceptance stay known
+_KEPT = 0.95  # decay of earlier rounds' weight per round
+_SPIKE = 3  # a time counts as at most this many expected times: timing errors only add
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # initial acceptance, and its weight in drafts
+_FLAT = 1e-6  # a variance of token numbers below this counts as zero
+_PROBE = 64  # rounds between trials of another number, which keep the line and the acceptance current
 
 
 @dataclass(slots=True)
 class _Line:
-    """A weighted least-squares line through (tokens, seconds), of recent rounds above all."""
+    """A weighted least-squares line through (tokens, seconds). Recent rounds weigh most."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -42,16 +42,16 @@ class _Line:
             setattr(self, name, _KEPT * getattr(self, name) + value)
 
     def at(self, x: float) -> float:
-        """Return the seconds of x tokens: never less for more tokens."""
+        """Return the seconds of x tokens, which never decrease with x."""
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         spread = self.xx / self.weight - mean_x**2
         slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread) if spread > _FLAT else 0.0
-        slope = min(slope, mean_y / mean_x)  # a check of no tokens takes no less than nothing
+        slope = min(slope, mean_y / mean_x)  # no negative time for zero tokens
         return mean_y + slope * (x - mean_x)
 
 
 class Length(NamedTuple):
-    """Where a draft ends: after n tokens, or once the probability that all of it is right is `least` or below."""
+    """Where a draft ends: after n tokens, or once the probability that all are accepted is `least` or below."""
 
     n: int
     least: float = 0.0
@@ -61,24 +61,24 @@ class Lookahead:
     """Chooses the number of tokens of the next draft. The caller owns the clock, and reports each round."""
 
     def __init__(self, choices: Sequence[int]) -> None:
-        """choices: the numbers there are, ascending."""
+        """choices: the numbers to choose from, ascending."""
         self.choices = tuple(choices)
         self.draft_s: float | None = None  # seconds of a drafted token
         self._right = _PRIOR * _PRIOR_WEIGHT
         self._tried = _PRIOR_WEIGHT
         self._checks = _Line()
         self._n_rounds = 0
-        self._n_beside: float | None = None  # tokens that are drafted beside a check; None: drafts wait for it
+        self._n_beside: float | None = None  # tokens drafted during a check; None: drafts wait for its end
         self._doubt = Doubt()
 
     @property
     def acceptance(self) -> float:
-        """Probability that a drafted token is right if those before it are."""
+        """The probability that a drafted token is accepted if those before it are."""
         return self._right / self._tried
 
     @property
     def n(self) -> int:
-        """How many tokens to draft next, if nothing is known of them."""
+        """The length of the next draft, if the confidence of its tokens is unknown."""
         tried = self._tried_next
         return self._best if tried is None else tried
 
@@ -92,15 +92,15 @@ class Lookahead:
             return Length(tried or 0)
         if best < longest:
             return Length(min(longest, 2 * best), (1 + _FLAT) * min(self.acceptance, 1 - 1e-6) ** best)
-        # longer ones might be better still: another token pays while it is right more often than tokens come in its time
+        # drafts longer than all choices might be better still: a token is worth drafting while its expected gain exceeds the rate
         more = self._checks.at(longest + 1) - self._checks.at(longest)
         return Length(longest, self.rate(longest) * ((self.draft_s or 0.0) + more))
 
     @property
     def _tried_next(self) -> int | None:
-        """A number to try next, so that the line and the acceptance stay known; None: none is due."""
+        """A number to try next, to keep the line and the acceptance current; None: no trial is due."""
         choices, middle, last = self.choices, self.choices[len(self.choices) // 2], self.choices[-1]
-        first = (middle, last if last > middle else choices[0])  # what a line takes
+        first = (middle, last if last > middle else choices[0])  # a line needs two points
         if self._n_rounds < len(first):
             return first[self._n_rounds]
         if self._n_rounds % _PROBE:
@@ -113,11 +113,11 @@ class Lookahead:
         return max(self.choices, key=self.rate)
 
     def all_right(self, tops: Sequence[float]) -> float:
-        """Return the probability that all tokens of a draft are right. tops: that of the drafter's first choice, for each."""
+        """Return the probability that all tokens of a draft are accepted. tops: the drafter's probability of each token."""
         return self._doubt.all_right(tops, min(self.acceptance, 1 - 1e-6))
 
     def rate(self, n: int) -> float:
-        """Return the tokens per second that are expected of drafts of n tokens. Needs a round with a draft, at least."""
+        """Return the expected tokens per second with drafts of n tokens. Needs at least one round with a draft."""
         a, k, draft_s = min(self.acceptance, 1 - 1e-6), self._n_beside or 0.0, self.draft_s or 0.0
         seconds, goes_on = n * draft_s + self._checks.at(n + 1), float(a ** (n + 1))
         if self._n_beside is None:
@@ -127,7 +127,7 @@ class Lookahead:
         return 1 / (1 - a) / max(seconds, 1e-9)
 
     def beside(self, n_drafted: int) -> None:
-        """Record that so many tokens were drafted while a check was under way."""
+        """Record that n_drafted tokens were drafted during a check."""
         before = n_drafted if self._n_beside is None else self._n_beside
         self._n_beside = before + (1 - _KEPT) * (n_drafted - before)
 
@@ -140,10 +140,10 @@ class Lookahead:
         width: int = 0,
         tops: Sequence[float] = (),
     ) -> None:
-        """Record a round: n_drafted tokens, drafted in draft_s seconds, of which the first n_right were right.
+        """Record a round: n_right of n_drafted tokens, drafted in draft_s seconds, were accepted.
 
-        draft_s 0: it was drafted beside the check before. check_s: seconds of the check. width: tokens of its batch; 0: the
-        drafted ones and the one before them. tops: as for all_right().
+        draft_s 0: they were drafted during the last check. check_s: seconds of the check. width: tokens of its batch; 0:
+        n_drafted + 1. tops: as for all_right().
         """
         self._n_rounds += 1
         self._doubt.checked(tops, n_right)

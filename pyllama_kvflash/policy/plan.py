@@ -8,15 +8,15 @@ import numpy as np
 from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.policy.ledger import Ledger, State
 
-_GUESTS = -1  # stands for a block of guests among chunks
+_GUESTS = -1  # a guest block, in a list of chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Chunks to drop, coldest first, then chunks to page in, in order. A plan is applied whole, drops first.
+    """Chunks to drop, coldest first, and chunks to page in, in order. A plan is applied as a whole, drops first.
 
-    taken: the chunks that other sequences of the pool give up for it, as (index in Blocks.ledgers, chunks).
-    guests: the blocks that guests give up for it, as (index in Blocks.ledgers, blocks).
+    taken: chunks that other sequences give up for it, as (index in Blocks.ledgers, chunks).
+    guests: numbers of guest blocks given up for it, as (index in Blocks.ledgers, blocks).
     """
 
     drops: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Plan:
 
 
 def make_room(ledger: Ledger, n_blocks: int) -> Plan:
-    """Plan to free enough blocks for n_blocks new ones by dropping the coldest evictable chunks, see _given_up().
+    """Plan to have n_blocks free blocks, by dropping the coldest evictable chunks, see _given_up().
 
     Raises PoolError, and drops nothing, if the protected chunks leave too few blocks.
     """
@@ -46,11 +46,11 @@ def bring_in(ledger: Ledger, chunks: Sequence[int]) -> Plan:
 
 
 def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
-    """Plan to make the hottest candidates resident, and to leave n_free blocks free for what comes next.
+    """Plan to make the hottest candidates resident, and to leave n_free blocks free for new chunks.
 
-    n_most: the most chunks to bring in: the hottest, in place of the coldest resident ones. None: no limit.
+    n_most: the most chunks to page in: the hottest, in place of the coldest resident ones. None: no limit.
 
-    Page-ins come hottest first. Protected chunks stay, and no more chunks are dropped than needed. If the pool has no
+    The hottest page-ins come first. Protected chunks stay, and no more chunks are dropped than needed. If the pool has no
     room for any candidate, nothing moves.
     """
     mask = ledger.candidates()
@@ -67,9 +67,7 @@ def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
 
 
 def room_for_candidates(ledger: Ledger, n_free: int) -> int:
-    """Return how many blocks candidates may fill: all but those of other chunks and n_free free ones. It can be
-    negative.
-    """
+    """Return the number of blocks for candidates: all but those of other chunks and n_free free ones. It can be negative."""
     kept = (ledger.state == State.RESIDENT) & ~ledger.candidates()
     return ledger.n_block - n_free - ledger.n_in_flight - int(np.count_nonzero(kept))
 
@@ -77,8 +75,8 @@ def room_for_candidates(ledger: Ledger, n_free: int) -> int:
 def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
     """Plan the drops that free n blocks for `ledger`, one at a time.
 
-    Each time, the sequence that holds the most blocks drops its coldest chunk, or a block of guests if it has none. The one that asks counts as holding n
-    more, and drops first in a tie. So each may hold an equal share, and others may use what one does not need.
+    Each time, the sequence that holds the most blocks drops its coldest evictable chunk, or else a guest block. `ledger` counts as
+    holding n more, and drops first in a tie. So each sequence is sure of an equal share, and may use blocks that others do not need.
 
     keep: chunks of `ledger` that stay.
     """
@@ -102,7 +100,7 @@ def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
 
 
 def _by_heat(ledger: Ledger, keep: Sequence[int]) -> list[int]:
-    """Return the chunks that could leave, coldest first."""
+    """Return the evictable chunks, coldest first."""
     mask = ledger.evictable()
     mask[list(keep)] = False
     candidates = np.flatnonzero(mask)

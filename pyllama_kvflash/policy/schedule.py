@@ -1,4 +1,4 @@
-"""Decide when to score: often enough to follow the text, and so seldom that nobody notices the cost."""
+"""Decide when to score: often enough to follow the text, and seldom enough that the cost is negligible."""
 
 import math
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The saved progress of a selector: tokens since it last began, and the scoring under way.
+    """The saved progress of a selector.
 
     n_since: tokens since the last scoring began.
     queries: queries of the scoring under way, float32, all pooled layers one after the other.
-    scores: scores to be applied, (n_chunks,) float64.
-    cost_s, step_s: seconds that a scoring and a token take; 0: not measured.
+    scores: scores that have yet to be applied, (n_chunks,) float64.
+    cost_s, step_s: seconds of a scoring and of a token; 0: not measured.
     """
 
     n_since: int = 0
@@ -25,19 +25,18 @@ class Scoring:
 
 
 SELDOM = 2
-"""Times tau: scoring within the token counts as too seldom when its interval is longer than this."""
+"""Scoring within the token counts as too seldom if its interval exceeds this many times tau."""
 
 
 class Schedule:
-    """Starts a scoring every tau tokens, or every tau times a power of two where it would exceed `share` of the decode
-    time.
+    """Starts a scoring every tau tokens, or every tau times a power of two if it would exceed `share` of the decode time.
 
-    A scoring either ends within the token, so that the next token has what it chose, or runs beside decode and is
-    applied `lag` tokens later. Where both are possible and a device computes meanwhile (`free`), it runs beside decode
-    if scoring within the token would be too seldom, or if the cost is not known yet.
+    A scoring either ends within the token, so that the next token attends to the chosen chunks, or runs beside decode
+    and is applied `lag` tokens later. If both are possible and a device decodes meanwhile (`free`), it runs beside
+    decode if scoring within the token would be too seldom, or if its cost is unknown.
 
-    Costs are measured, and the caller owns the clock. Powers of two keep small noise in the costs from moving the steps
-    at which the pool changes: the same seed gives the same text unless the measured cost itself crosses a power of two.
+    Costs are measured, and the caller owns the clock. Because of the powers of two, small noise in the costs does not
+    change the steps at which the pool changes: the same seed gives the same text unless a cost crosses a power of two.
     """
 
     def __init__(self, tau: int = 2, share: float = 0.03, *, within: bool = False, free: bool = True) -> None:
@@ -53,18 +52,16 @@ class Schedule:
 
     @property
     def cost_s(self) -> float:
-        """Seconds that a reselect takes within a token: the least of the last five, since a busy machine only adds
-        time.
-        """
+        """Seconds of a reselect within a token: the least of the last five, since a busy machine only adds time."""
         return min(map(sum, self._costs), default=0.0)
 
     @property
     def step_s(self) -> float | None:
-        """Seconds that a token takes, None if not measured yet."""
+        """Seconds of a token; None if not measured."""
         return self._step_s
 
     def _every(self, seconds: float) -> int:
-        """Return the interval in tokens at which to do something that takes `seconds`."""
+        """Return the interval in tokens for work that takes `seconds`."""
         if not self._step_s or not self.share:
             return self.tau
         tokens = seconds / (self.share * self._step_s)
@@ -89,22 +86,22 @@ class Schedule:
     def lag(self) -> int:
         """Tokens from the start of a scoring to the step at which its plan is applied.
 
-        It is a number of tokens and does not follow the clock, so that the same seed gives the same text. Beside a
-        device it is the smallest with which nothing waits for the scoring.
+        It is counted in tokens, not in seconds, so that the same seed gives the same text. Beside a device it is the
+        smallest lag with which nothing waits for the scoring.
         """
         if not self.beside:
             return 0
         return self._behind() if self.free else max(1, self.interval // 4)
 
     def _behind(self) -> int:
-        """Return the tokens, a power of two, that take at least half a token longer than scoring all chunks."""
+        """Return the least power of two of tokens that takes at least half a token longer than a scoring."""
         score_s, step_s = min((score for score, _, _ in self._costs), default=0.0), self._step_s
         if not step_s or not self.share:
             return 1
         return 1 << max(0, math.ceil(math.log2(max(score_s / step_s + 0.5, 1))))
 
     def restart(self) -> None:
-        """Start counting again: the pool was just chosen anew."""
+        """Restart the count, because the pool was just chosen anew."""
         self._n = 0
         self._begun = False
 
@@ -114,7 +111,7 @@ class Schedule:
         return self._n
 
     def resume(self, saved: Scoring) -> None:
-        """Go on where another schedule was. Its measurements count unless this one has its own."""
+        """Continue from a saved schedule. Its measurements count only if this one has none."""
         self._n = saved.n_since
         self._begun = saved.scores is not None or saved.queries is not None
         if saved.cost_s and not self._costs:
@@ -122,7 +119,7 @@ class Schedule:
         self._step_s = self._step_s or saved.step_s or None
 
     def step(self, n_tokens: int, seconds: float | None) -> None:
-        """Record that n_tokens were decoded in `seconds`; None: the time is unknown."""
+        """Record that n_tokens were decoded in `seconds`; None: unknown."""
         self._n += n_tokens
         if seconds is None:
             return
@@ -130,20 +127,20 @@ class Schedule:
         self._step_s = each if self._step_s is None else 0.9 * self._step_s + 0.1 * each
 
     def scored(self, score_s: float, apply_s: float, copy_s: float = 0.0) -> None:
-        """Record the seconds that a reselect took: to score, and to change the pool.
+        """Record the seconds of a reselect: of scoring, and of changing the pool.
 
-        copy_s: seconds of device copies, which scoring within the token would wait for.
+        copy_s: seconds of device copies, for which scoring within the token would wait.
         """
         self._costs = [*self._costs[-4:], (score_s, apply_s, copy_s)]
 
     def repeated(self) -> None:
-        """Charge the last scoring with a token that is decoded again because of it."""
+        """Add the time of a token that is decoded again to the cost of the last scoring."""
         if self._costs:
             score_s, apply_s, copy_s = self._costs[-1]
             self._costs[-1] = score_s, apply_s + (self._step_s or 0.0), copy_s
 
     def begin(self) -> bool:
-        """Return whether to begin scoring now, and if so count it as begun. To be asked once a step."""
+        """Return whether to begin scoring now, and if so, note that it has begun. Call it once per step."""
         if self._begun or self._n < self.interval:
             return False
         self._n = 0
@@ -151,11 +148,11 @@ class Schedule:
         return True
 
     def n_until(self, *, due: bool) -> int:
-        """Return the tokens until begin() is true, or, if scores are `due`, until apply() is; at least 1."""
+        """Return the number of tokens until begin(), or if scores are `due` apply(), returns true; at least 1."""
         return max(1, (self.lag if due else self.interval) - self._n)
 
     def apply(self) -> bool:
-        """Return whether the scores under way are due now, and if so count them as applied."""
+        """Return whether the scores are due now, and if so, note that they were applied."""
         if not self._begun or self._n < self.lag:
             return False
         self._begun = False
