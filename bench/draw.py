@@ -88,7 +88,7 @@ def row(name: str, cells: list[str], text: int, n_ctx: int, full: int) -> KldRow
         share=float(share) / 100,
         kld=float(found[text].split(";")[0]),
         kld_99=0,
-        kld_999=None,
+        kld_999=0,
         same_top=0,
         ppl=0,
         prefill_s=0,

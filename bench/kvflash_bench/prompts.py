@@ -17,7 +17,7 @@ class Prompts:
         from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (an extra)
 
         self._model = model
-        self._template = ChatTemplate.of(model) if model.meta("tokenizer.chat_template") is not None else None
+        self._template = ChatTemplate(model) if model.meta("tokenizer.chat_template") is not None else None
 
     def first(self, question: Question, said: str = "") -> Tokens:
         """Return the token ids (n,) int32 of a prompt that ends where the first answer continues. said: of that answer."""
