@@ -1,4 +1,4 @@
-"""Scorers: how much each chunk matters now. A scorer sees all chunks, resident or not; higher is hotter."""
+"""Scorers: they rate how much each chunk matters now, resident or not; higher is hotter."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +24,7 @@ class Products(Protocol):
         """Number of scored layers."""
 
     def score(self, layer: int, q: Floats, n: int | None = None) -> Floats:
-        """Return the largest product q·k with a row of a chunk's summary, (n_head, n): each head, each of the first n
-        chunks.
+        """Return each head's largest product q·k with the rows of a chunk's summary, (n_head, n), for the first n chunks.
 
         q: (n_head, n_embd_head_k) queries of a layer. n: None: all chunks.
         """
@@ -34,7 +33,7 @@ class Products(Protocol):
         """Return each chunk's share of the attention, summed over heads, among the first n chunks: (len(layers), n).
 
         queries: (n_query, n_head, d) for each of the layers; of several queries, the largest share counts.
-        scales: factor of the products q·k in each layer.
+        scales: the factor of q·k in each layer.
         """
 
 
@@ -59,21 +58,21 @@ class AllKeys(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A sequence at one moment, for a scorer to look at. Nothing in it changes while the scorer runs.
+    """A snapshot of a sequence for a scorer. It does not change while the scorer runs.
 
     tokens: (n_tokens,) int32.
     chunk: positions in a chunk.
-    touched: when each chunk was last written or paged in, (n_chunks,) int64; larger is later.
+    touched: the time when each chunk was last written or paged in, (n_chunks,) int64; larger is later.
     candidates: the chunks whose score counts, (n_chunks,) bool.
-    queries: those of the last token, or of the last tokens of a prompt.
-    summaries: of the kind that the scorer asked for; None if it asked for none.
-    room: how many candidates the pool can hold.
-    keys: given at the end of a prompt, where there is time to look closer; otherwise None.
+    queries: of the last token, or of the last tokens of a prompt.
+    summaries: of the scorer's kind; None if it has none.
+    room: the number of candidates that the pool can hold.
+    keys: all keys, at the end of a prompt, when there is time to read them; otherwise None.
     each: like `map`, possibly in several threads.
-    scales: factor of the products of queries and keys before the softmax, for each layer; (): 1/√d.
+    scales: the factor of q·k before the softmax, for each layer; (): 1/√d.
     n_whole: chunks 0 .. n_whole - 1 have a summary.
-    mass: what each query attends to, (n_query, n_layer, n_piece): shares of its attention summed over the heads of a layer,
-        by pieces of chunk/EDGE positions from the first; given after a prompt was read exactly, otherwise None.
+    mass: the attention of each query, (n_query, n_layer, n_piece): its shares in pieces of chunk/EDGE positions, summed over
+        the heads of a layer; after a prompt was read exactly, otherwise None.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -95,13 +94,12 @@ class Scorer(Protocol):
     """Ranks chunks. To add one, give any object like this as `policy`, or register an entry point, see docs/SCORERS.md.
 
     name: shown in reports.
-    summary: what to keep of the keys of each sealed chunk ("centroid:4", "mean", ...); None: nothing.
-    query: whose queries the view has: "last" (the last token's), "last:N" (those of the last N tokens) or "question"
-        (those of all tokens at the end of the prompt that are run again). While decoding, it is always the last
-        token's.
+    summary: the kind of key summary to keep of each sealed chunk ("centroid:4", "mean", ...); None: none.
+    query: the tokens whose queries the view has: "last" (the last one), "last:N" (the last N) or "question" (all tokens
+        at the end of the prompt that are decoded twice). While decoding, it is always the last token.
 
-    If it has a true attribute `shares`, its scores are shares of a token's attention: a token that missed chunks with
-    more than 3 % of it is then decoded again.
+    If it has a true attribute `shares`, its scores are shares of a token's attention. A token is then decoded again if
+    chunks with more than 3 % of its attention were out.
     """
 
     name: str
@@ -111,12 +109,12 @@ class Scorer(Protocol):
     def score(self, view: View) -> Scores:
         """Return a score for each chunk, (n_chunks,) float64; higher is hotter. Only the candidates' values matter.
 
-        It is called in a thread beside decode, never in two at once.
+        It is called in a thread during decode, and never in two threads at once.
         """
 
 
 class Lru:
-    """Least recently used: a chunk is used when it is written or paged in. What the chunks say does not matter."""
+    """Least recently used: a chunk is used when it is written or paged in. Its content does not matter."""
 
     name = "lru"
     summary: str | None = None
@@ -128,9 +126,9 @@ class Lru:
 
 
 class Fresh(Lru):
-    """Each layer chooses its chunks in the graph, for the token that it computes (policy.fresh, pool.guests).
+    """Each layer chooses its chunks in the graph, for the token being computed (policy.fresh, pool.guests).
 
-    There is nothing to score between tokens: what all layers hold alike goes by recency.
+    Nothing is scored between tokens: common chunks are evicted by recency.
     """
 
     name = "fresh"
@@ -140,28 +138,27 @@ UNSCORED = (Lru.name, Fresh.name)
 """Policies whose chunks are not scored between tokens."""
 CENTROIDS = "centroid:4"
 FADES = 0.8
-"""While decoding, a chunk's score falls to no less than this share of its last one: an answer may come back to it."""
+"""While decoding, a chunk's score never falls below this fraction of its last one: an answer may come back to it."""
 MOST_LAYERS = 24
-"""Most layers that policy qk looks at: of a model with more, it takes every second one, or every third."""
+"""The most layers that policy qk scores: of more, it takes every second one, or every third."""
 GRAIN = 1 << 20
-"""Products with chunks that are worth a thread of their own: about 0.1 ms."""
+"""Products for which another thread is worthwhile: about 0.1 ms of work."""
 EDGE = 4
-"""The keys of a chunk divided by the keys that count as one of its borders."""
+"""Each border of a chunk is 1/EDGE of its keys."""
 LENT = 0.5
-"""Share of the mass of the keys at a border that counts for the chunk beyond it."""
+"""The fraction of a border's mass that also counts for the chunk beyond it."""
 
 
 class Qk:
-    """The model's own attention: the share of it that each chunk has, summed over heads and layers.
+    """Scores a chunk by its share of the model's own attention, summed over heads and layers.
 
-    A head's share of a chunk is the sum of exp(q·k·scale) over the chunk's keys, divided by the sum over all keys: its
-    softmax. It is estimated from centroids of each chunk's keys. A centroid is scaled to the mean length of its keys,
-    and counts as often as it has keys. Of several queries, the largest sum of each layer counts.
+    A head's share of a chunk is the sum of exp(q·k·scale) over the chunk's keys, divided by the sum over all keys (the
+    softmax). It is estimated from centroids of the chunk's keys. A centroid is scaled to the mean length of its keys,
+    and counts once for each of them. Of several queries, the largest sum in each layer counts.
 
-    At the end of a prompt, the best `rerank` times as many chunks as the pool has room for are ranked again by all
-    their keys; of a prompt that was read exactly, all chunks are, by what its last tokens attended to. What the question
-    looks for may lie across the border of two chunks, so half of the mass of the keys at a border also counts for the
-    chunk beyond it.
+    At the end of a prompt, the best chunks (`rerank` times as many as the pool can hold) are ranked again by all their
+    keys. After a prompt was read exactly, all chunks are ranked by the attention of its last tokens. The passage that
+    answers a question may span two chunks, so half of the mass of the keys at a border also counts for the chunk beyond.
     """
 
     name = "qk"
@@ -184,7 +181,7 @@ class Qk:
             shares: Scores = _attended(view, view.mass) / n_head
             return shares
         products = _products(view)
-        n_all = max(n, view.n_whole)  # chunks that are not candidates have a share, too
+        n_all = max(n, view.n_whole)  # other chunks have a share of the attention, too
         queries = [np.stack([q[i] for q in view.queries]) for i in range(products.n_layer)]
         scales = list(view.scales) or [q.shape[-1] ** -0.5 for q in queries]
         mass = _mass(view, products, queries, scales, n_all).sum(axis=0)
@@ -196,7 +193,7 @@ class Qk:
 
 
 def _attended(view: View, mass: Floats) -> Scores:
-    """Return the candidates' shares of the attention of queries that saw everything, (n_chunks,); -inf for others."""
+    """Return the candidates' shares of measured attention (View.mass), (n_chunks,); -inf for others."""
     n = len(view.candidates)
     pieces = mass[..., : n * EDGE].reshape(*mass.shape[:2], n, EDGE)
     whole = pieces.sum(axis=3).max(axis=0).sum(axis=0).astype(np.float64)
@@ -207,7 +204,7 @@ def _attended(view: View, mass: Floats) -> Scores:
 
 
 def _lend(view: View, scores: Scores, chunks: npt.NDArray[np.int64], first: Floats, last: Floats) -> None:
-    """Count part of the mass at the borders of some chunks for the candidates beyond them, in `scores`."""
+    """Raise scores of candidates that adjoin some chunks to LENT times the mass at the border. Changes `scores`."""
     for edges, there in ((first, chunks - 1), (last, chunks + 1)):
         found = (there >= 0) & (there < len(scores))
         found[found] = view.candidates[there[found]]
@@ -215,8 +212,8 @@ def _lend(view: View, scores: Scores, chunks: npt.NDArray[np.int64], first: Floa
 
 
 def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Sequence[float], n: int) -> Floats:
-    """Return the mass in each layer, (n_layer, n). Few threads share the work: handing over a layer can take longer
-    than its products.
+    """Return the mass in each layer, (n_layer, n). Uses few threads, because handing a layer to a thread can take longer than
+    its products.
     """
     n_layer = len(queries)
     work = n * sum(q.size for q in queries)
@@ -233,8 +230,8 @@ def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Seq
 def _closer(
     view: View, keys: AllKeys, queries: Sequence[Floats], scales: Sequence[float], scores: Scores, n: int
 ) -> None:
-    """Replace, in `scores`, the n best by their mass over all their keys, among these and the chunks that are no
-    candidates. The other scores stay below them.
+    """Replace the n best scores by the mass over all keys of these chunks and of those that are not candidates. Scales the other
+    scores to stay below them.
     """
     n_best = min(n, int(np.count_nonzero(view.candidates)))
     best = np.sort(np.argsort(-scores, kind="stable")[:n_best])
@@ -259,18 +256,18 @@ def _closer(
 
 
 HALO = 0.5
-"""Most standard deviations by which a chunk may be colder than its neighbour."""
+"""The most standard deviations by which a chunk's score may be below its neighbour's."""
 
 
 class ZMax:
-    """How the attention of a scorer model is read (policies "drafter" and "crosstok"): by the head that stands out most.
+    """Scores chunks by the most distinct head of a scorer model (policies "drafter" and "crosstok").
 
     A head's score of a chunk is the largest q·c/√d over the rows c of its summary. Each head's scores are z-normalised
-    over the candidates, and the maximum over layers and heads counts, since few heads of a small model retrieve and a
-    mean drowns them. Of several queries, the maximum counts.
+    over the candidates, and the maximum over layers and heads counts, since only few heads of a small model retrieve, and
+    a mean would drown them. Of several queries, the maximum counts.
 
-    What a query looks for may lie across the border of two chunks, and only one of them may look like it. So a chunk's
-    score is at least that of its better neighbour less HALO.
+    A relevant passage may span two chunks of which only one scores high. So a chunk's score is at least that of its
+    better neighbour minus HALO.
     """
 
     name = "zmax"
@@ -310,22 +307,22 @@ class QkCos:
 
 
 SCORERS: dict[str, Callable[[], Scorer]] = {scorer.name: scorer for scorer in (Fresh, Qk, QkCos, Lru)}
-"""The scorers that need no model of their own, by the policy's name: all that a new one has to be added to."""
+"""The scorers that need no model of their own, by the policy's name. A new one is added only here."""
 
 
 def shares(scorer: Scorer) -> bool:
-    """Return whether a scorer's scores are shares of a token's attention, and so mean something by themselves."""
+    """Return whether a scorer's scores are shares of a token's attention, and so have an absolute meaning."""
     return bool(getattr(scorer, "shares", False))
 
 
 def faded(now: Scores, before: Scores) -> Scores:
-    """Return scores (n,) float64 of which none is below FADES of the one before; NaN stays NaN."""
+    """Return the scores `now` (n,) float64, each raised to at least FADES times the one before; NaN stays NaN."""
     res: Scores = np.where(np.isnan(now), np.nan, np.fmax(now, FADES * before))
     return res
 
 
 def n_queries(query: str) -> int | None:
-    """Return how many of the last tokens' queries a scorer wants; None: all of the question's. Raises UsageError."""
+    """Return the number of last tokens whose queries a scorer needs; None: all of the question's. Raises UsageError."""
     match = re.fullmatch(r"question|last(?::([1-9]\d{0,2}))?", query)
     if match is None:
         msg = f"{query!r} is not a choice of queries: give last, last:N (1 to 999) or question"
@@ -334,7 +331,7 @@ def n_queries(query: str) -> int | None:
 
 
 def _with_halo(scores: Scores, candidates: Mask) -> Scores:
-    """Raise each candidate's score to at least its better neighbour's less HALO. Other chunks get -inf."""
+    """Raise each candidate's score to at least its better neighbour's minus HALO. Other chunks get -inf."""
     res, lent = scores.copy(), scores - HALO
     np.maximum(res[1:], lent[:-1], out=res[1:])
     np.maximum(res[:-1], lent[1:], out=res[:-1])

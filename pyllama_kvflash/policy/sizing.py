@@ -1,4 +1,4 @@
-"""Size the pool: resolve a request, compute the least that a pool must hold, and choose for `auto`."""
+"""Size the pool: resolve a request, compute the smallest possible pool, and choose for `auto`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,20 +8,22 @@ from pyllama_kvflash.policy.fresh import Heads
 CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
 AUTO_CAP = 16_384  # tokens; a larger pool costs decode speed and gains little
 AUTO_FULL = 32_768  # tokens; with a pool and codes of 4 bits a GPU decodes 1.3 times as fast as with the full f16 cache at 64K, 1.8 times at 128K
-HOST_CAP = 4096  # tokens of an automatic pool without a GPU: a core computes what it attends to
-HOST_FULL = 1 << 30  # bytes of a full cache that is taken at once without a GPU; a pool's records grow with the text
+HOST_CAP = 4096  # most tokens of an automatic pool without a GPU: each attended token costs CPU time
+HOST_FULL = (
+    1 << 30
+)  # without a GPU, most bytes of an automatic full cache: it is allocated at once, a pool's records as text grows
 RESERVE = 512 << 20  # bytes left to the computation and to other programs
-BATCH = 2048  # tokens; llama.cpp's own default, a larger batch gains nothing
-LEAST_PANES = 2  # a layer's rows, and those of the next one on their way
-SINKS = 1  # chunks at the beginning that never leave the device: attention sinks are in the first few tokens
+BATCH = 2048  # tokens; llama.cpp's own default, larger batches gain nothing
+LEAST_PANES = 2  # one layer's rows, and the next layer's, which are being copied
+SINKS = 1  # first chunks that are never evicted: attention sinks are in the first few tokens
 SPARE_BLOCKS = 2  # blocks that must stay evictable so that paging never deadlocks
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The rows that a token adds to the full-attention cache: (K elements, V elements) for each of its layers.
+    """The rows that a token adds to the full-attention cache: (K elements, V elements) for each layer.
 
-    devices: of each layer's rows; (): one device for all. heads: of each layer; (): not asked for.
+    devices: the device of each layer's rows; (): one for all. heads: of each layer; (): unknown.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -33,7 +35,7 @@ class Geometry:
         return sum(self.by_device(row_bytes, type_k, type_v).values())
 
     def by_device(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> dict[int, int]:
-        """Return the bytes of one token on each device that holds any, by device index."""
+        """Return the bytes of one token on each device that holds rows, by device index."""
         res: dict[int, int] = {}
         for (k, v), device in zip(self.rows, self.devices or (0,) * len(self.rows), strict=True):
             res[device] = res.get(device, 0) + row_bytes(type_k, k) + (row_bytes(type_v, v) if v else 0)
@@ -42,8 +44,8 @@ class Geometry:
     def panes_by_device(
         self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int, n_pane: int
     ) -> dict[int, int]:
-        """Return the bytes that n_pane panes take on each device for each position: the layers there take turns in so
-        many buffers, each as large as the largest rows.
+        """Return the bytes of n_pane panes per position on each device. Its layers take turns in the panes, each as large as the
+        largest rows.
         """
         res: dict[int, int] = {}
         devices = self.devices or (0,) * len(self.rows)
@@ -56,11 +58,11 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device for `auto`: its free bytes, and the bytes that a token of the pool takes there.
+    """A device for `auto`: its free bytes, and the bytes of a pool's token there.
 
-    host: whether it is the host's memory, where the records are, too.
-    codes: bytes that are kept free for codes of all positions.
-    remote: whether what is copied there goes through a network, to an RPC server.
+    host: whether it is host memory, which also holds the records.
+    codes: bytes kept free for codes of all positions.
+    remote: whether it is on an RPC server, so that copies go through a network.
     """
 
     name: str
@@ -72,12 +74,12 @@ class DeviceMemory:
 
     @property
     def half(self) -> int:
-        """Half of the free bytes, less the reserve and what layers choose by."""
+        """Half of the free bytes, after the reserve and codes."""
         return max(0, self.free - RESERVE - self.codes) // 2
 
     @property
     def tokens(self) -> int:
-        """Tokens that half of the free bytes holds."""
+        """Tokens that fit into `half`."""
         return self.half // self.token_bytes
 
 
@@ -96,11 +98,11 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The contents that a pool must hold at one time. All sizes that follow from them are computed here.
+    """The chunks that a pool must hold at one time, and the sizes that follow from them.
 
     chunk: tokens of a chunk.
     sinks, tail: chunks of each sequence.
-    pinned: pinned chunks of all sequences that are not sinks.
+    pinned: pinned chunks that are not sinks, over all sequences.
     n_seq: sequences that share the pool.
     """
 
@@ -112,24 +114,20 @@ class PoolShape:
 
     @property
     def kept(self) -> int:
-        """Blocks that never become free, and those that must stay evictable."""
+        """Blocks that never become free, plus those that must stay evictable."""
         return self.n_seq * (self.sinks + self.tail) + self.pinned + SPARE_BLOCKS
 
     def floor(self, n_batch: int = 0) -> int:
         """Return the smallest pool in cells, in steps of 256, for batches of n_batch tokens; 0: of one chunk."""
-        batch_blocks = -(-(n_batch or self.chunk) // self.chunk) + 1  # a batch may begin in the middle of a chunk
+        batch_blocks = -(-(n_batch or self.chunk) // self.chunk) + 1  # a batch may begin within a chunk
         return _round_up((self.kept + max(self.n_seq, batch_blocks)) * self.chunk)
 
     def largest_batch(self, n_pool: int) -> int:
-        """Return the largest batch in tokens, of whole chunks, for which the pool is at least as large as its floor; at most
-        BATCH.
-        """
+        """Return the largest batch in tokens, of whole chunks, whose floor() is at most n_pool; at most BATCH."""
         return max(1, min((n_pool // self.chunk - self.kept - 1) * self.chunk, BATCH))
 
     def usual_batch(self, n_pool: int) -> int:
-        """Return the tokens of a prompt batch, in whole chunks: a quarter of the pool, so that most of what a token
-        sees was chosen.
-        """
+        """Return the tokens of a prompt batch, in whole chunks: a quarter of the pool, so that chosen chunks fill most of it."""
         quarter = max(self.chunk, min(n_pool // 4 // self.chunk * self.chunk, BATCH))
         return min(quarter, self.largest_batch(n_pool))
 
@@ -137,8 +135,8 @@ class PoolShape:
 def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
     """Return the automatic pool in tokens, and the arithmetic in words.
 
-    It is half of (free - reserve - codes) device bytes over the bytes of a token, at most cap and n_ctx. Of several
-    devices, each with its own layers, the one that holds the fewest tokens decides.
+    The pool is half of (free - reserve - codes) device bytes, divided by the bytes of a token, and at most cap and n_ctx. Of
+    several devices, each with its own layers, the one with room for the fewest tokens decides.
     """
     device = min(memory, key=lambda r: r.tokens)
     tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
@@ -153,10 +151,10 @@ def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -
 
 
 def full_cache(memory: Sequence[DeviceMemory], n_ctx: int) -> tuple[bool, str]:
-    """Return whether `auto` takes the full cache rather than a pool, and a note that says so; "" if it does not fit.
+    """Return whether `auto` chooses the full cache instead of a pool, and a note; the note is "" if the cache does not fit.
 
-    It does where the full cache fits beside the reserve: on the host up to HOST_FULL, on a GPU up to AUTO_FULL tokens. Beyond these
-    a pool decodes much faster, and on the host it takes only what the text needs.
+    It does if the full cache fits beside the reserve: on the host up to HOST_FULL bytes, on a GPU up to AUTO_FULL tokens. Beyond
+    these a pool decodes much faster, and on the host it allocates only as the text grows.
     """
     if not all(d.token_bytes * n_ctx <= d.free - RESERVE for d in memory):
         return False, ""
@@ -189,9 +187,10 @@ def resolve_pool(
 ) -> PoolSize:
     """Return the pool for a request: "auto" (the full cache, or a pool), "off", or tokens > 0.
 
-    floor: the fewest cells that it may have.
+    floor: the fewest cells of a pool.
     memory: the devices that hold it, for "auto".
-    cap: the most tokens of an automatic pool, which it asks for; None: AUTO_CAP, HOST_CAP on the host, and the full cache where it fits.
+    cap: the most tokens of an automatic pool, which excludes the full cache; None: AUTO_CAP, or HOST_CAP on the host, or the full
+        cache.
     keep: make a pool even if it covers the context, but no larger than that.
     """
     if request == "off":
@@ -232,7 +231,7 @@ def resolve_pool(
 
 
 def most_cells(request: int | str, *, n_ctx: int, floor: int, cap: int | None = None) -> int:
-    """Return the most cells of a pool that resolve_pool() makes for a request, which is not "off", whatever memory there is."""
+    """Return the most cells of a pool that resolve_pool() can give for a request other than "off", with unlimited memory."""
     wanted = min((cap or AUTO_CAP) // CELLS * CELLS, _round_up(n_ctx)) if request == "auto" else _round_up(int(request))
     return max(wanted, floor)
 
@@ -248,14 +247,14 @@ def n_panes(
     buffers: int = 0,
     lossless: bool = False,
 ) -> int:
-    """Return the layers whose rows an exact pass keeps on a device: the request, if it is not 0.
+    """Return the number of panes of an exact pass: the request, if it is not 0.
 
-    If the pool is automatic, so many that they, its n_pool tokens, codes and its buffers take no more than the full cache, where they
-    fit half of (free - reserve - codes) on each device. All of them, so that nothing is streamed,
-    if each few tokens are checked (`lossless`) and they fit so, or fit the host and no device has KV: the host has the rows
-    anyway. Where not all fit, checks still gain by each that need not be streamed, so they get as many as fit. RPC servers get as many,
-    whatever the pool: each batch would have the whole text go through the network. Otherwise 2: while a prompt is read, the copies
-    cost no time.
+    The default is LEAST_PANES, because copies cost no time while a prompt is read. More panes, within half of (free - reserve -
+    codes) on each device, in these cases:
+    - an automatic pool: if all layers fit, as many as take, with n_pool tokens, codes and buffers, no more than the full cache;
+    - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed, or as many as fit, since each one
+      saves time. For a pool of a given size this holds only if all KV is on the host;
+    - RPC servers: as for `lossless`, with any pool, since each batch would send the whole text through the network.
     """
     remote = any(d.remote for d in memory)
     on_host = bool(memory) and all(d.host for d in memory)
@@ -271,7 +270,7 @@ def n_panes(
 
 
 def pinned_chunks(spans: Sequence[tuple[int, int]], chunk: int) -> set[int]:
-    """Return the chunks that position ranges [start, end) touch."""
+    """Return the chunks that overlap position ranges [start, end)."""
     return {c for start, end in spans for c in range(start // chunk, -(-end // chunk))}
 
 
