@@ -1,6 +1,6 @@
-"""The native library behind a Python surface: handles, buffers, and statuses turned into exceptions.
+"""The native library behind a Python interface: handles, buffers, and statuses turned into exceptions.
 
-Only this package imports the compiled module. It moves bytes and runs graphs; it decides nothing.
+Only this package imports the compiled module. It moves bytes and runs graphs, and decides nothing.
 """
 
 from pyllama_kvflash.native.chat import TEMPLATE_SECONDS, CallDelta, ChatEngine, Delta, Rendered, Reply
@@ -16,6 +16,7 @@ from pyllama_kvflash.native.device import Device, add_rpc, devices, gpus, preten
 from pyllama_kvflash.native.exact import ExactContext
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.grammar import Follower, Grammar, check_grammar, either
+from pyllama_kvflash.native.guests import choice_bytes
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.notes import Notes, Taken, noted
@@ -79,6 +80,7 @@ __all__ = [
     "add_rpc",
     "check_ends",
     "check_grammar",
+    "choice_bytes",
     "devices",
     "either",
     "gpus",

@@ -1,4 +1,4 @@
-"""llama.cpp's chat templates and its parsers of what a model answers to them."""
+"""llama.cpp's chat templates, and its parsers of a model's answers."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from pyllama_kvflash.native.grammar import Grammar
 from pyllama_kvflash.native.lib import check, ffi, lib, owned
 from pyllama_kvflash.native.model import Model
 
-TEMPLATE_SECONDS = 10.0  # that a template may take: it comes with a model file, and is not trusted
+TEMPLATE_SECONDS = 10.0  # time limit of a template, which comes with a model file, and is not trusted
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """More of a tool call. index: which one of the answer. id and name are whole where they are given, else ""."""
+    """An addition to a tool call. index: the number of the call. id, name: complete in one of the deltas, "" in the others."""
 
     index: int
     id: str
@@ -26,7 +26,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of what an answer says: of its content, of its reasoning, or of a call."""
+    """An addition to an answer: to its content, its reasoning, or a call."""
 
     content: str = ""
     reasoning: str = ""
@@ -35,11 +35,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """A conversation as a prompt, and what is to be known of its answer.
+    """A conversation as a prompt, and the properties of its answer.
 
-    grammar: what the answer keeps to; None: to nothing. warnings: what schemas of the request ask for and is not enforced,
-    a sentence each. preserved: special tokens that are text of the answer. stop: strings
-    that end it. format, parser, generation_prompt: how to parse it.
+    grammar: of the answer; None: unconstrained. warnings: constraints of the request's schemas that are not enforced, one sentence
+    each. preserved: special tokens that are shown as text. stop: strings that end the answer. format, parser, generation_prompt:
+    for parsing the answer.
     """
 
     prompt: str
@@ -53,12 +53,12 @@ class Rendered:
 
 
 class ChatEngine:
-    """A chat template, as llama.cpp reads it. Several threads may use one."""
+    """A chat template, rendered by llama.cpp. Several threads may use it."""
 
     def __init__(self, model: Model, source: str | None = None, *, seconds: float = TEMPLATE_SECONDS) -> None:
-        """source: a template; None: the model's own. seconds: that it may take, each time.
+        """source: a template; None: the model's own. seconds: its time limit, for each call.
 
-        Raises UsageError (it is not a template that llama.cpp knows), and UnsupportedError if it takes more than it may.
+        Raises UsageError (llama.cpp cannot parse the template), and UnsupportedError if it exceeds a limit.
         """
         self._seconds = seconds
         out = ffi.new("struct kvf_chat **")
@@ -68,17 +68,17 @@ class ChatEngine:
 
     @property
     def caps(self) -> dict[str, bool]:
-        """What the template can do, by llama.cpp's names, such as supports_tools."""
+        """The template's capabilities, by llama.cpp's names, such as supports_tools."""
         found: dict[str, bool] = _given(lambda out: lib.kvf_chat_caps(self._handle, out))
         return found
 
     def apply(self, request: dict[str, Any]) -> Rendered:
-        """Return a conversation as a prompt.
+        """Render a conversation as a prompt.
 
         request: messages, tools, tool_choice ("auto", "none", "required"), parallel_tool_calls, json_schema (of the answer),
         enable_thinking, chat_template_kwargs, add_generation_prompt, continue_final_message, in the form of the OpenAI protocol.
 
-        Raises UsageError, and UnsupportedError if the template takes more time, text or depth than it may.
+        Raises UsageError, and UnsupportedError if the template exceeds its limits of time, text or depth.
         """
         text = _bytes(json.dumps(request, ensure_ascii=False), "the conversation")
         found = _given(lambda out: lib.kvf_chat_apply(self._handle, text, self._seconds, out))
@@ -103,9 +103,9 @@ class Reply:
         self._handle = ffi.gc(out[0], lib.kvf_reply_free)
 
     def push(self, text: str, *, partial: bool = True) -> list[Delta]:
-        """Return what more text adds. partial: whether the answer may continue.
+        """Append text to the answer, and return the additions. partial: whether the answer may continue.
 
-        Raises UsageError if the answer is not of the template's form. Its text is kept all the same.
+        Raises UsageError if the answer does not have the template's form. The text is kept anyway.
         """
         data = text.replace("\0", "\ufffd").encode("utf-8", "replace")
         found = _given(lambda out: lib.kvf_reply_push(self._handle, data, partial, out))
@@ -119,15 +119,15 @@ def _delta(found: dict[str, Any]) -> Delta:
 
 
 _TALK = re.compile(r"^(root ::= .*?)\buntil-\d+\? (?=.*\btool-calls\b)", re.MULTILINE)
-"""Where llama.cpp's grammars let an answer talk before it calls a tool."""
+"""The part of llama.cpp's grammars that allows text before a tool call."""
 
 
 _SEVERAL = re.compile(r"^(tool-calls ::= )\((.*)\)\+$", re.MULTILINE)
-"""Where they let it call one tool after the other, whether or not it may."""
+"""The part that allows several tool calls, whether or not the request does."""
 
 
 def _grammar(found: dict[str, Any], request: dict[str, Any]) -> Grammar:
-    """Return the grammar of an answer. Where a call is required, it comes at once: a small model would talk for ever."""
+    """Return the grammar of an answer. A required call must come first, because a small model might never stop talking."""
     triggers, text = found["triggers"], found["grammar"]
     if request.get("tool_choice") == "required":
         text = _TALK.sub(r"\1", text)
@@ -145,7 +145,7 @@ def _grammar(found: dict[str, Any], request: dict[str, Any]) -> Grammar:
 
 
 def _given(call: Callable[[Any], int]) -> Any:
-    """Return the JSON that a call gives out."""
+    """Return the parsed JSON output of a call."""
     out = ffi.new("char **")
     check(call(out))
     try:
@@ -155,7 +155,7 @@ def _given(call: Callable[[Any], int]) -> Any:
 
 
 def _bytes(text: str, what: str) -> bytes:
-    """Return a text in UTF-8. Raises UsageError if it has none, or a zero byte, which ends it for C."""
+    """Return a text in UTF-8. Raises UsageError if it is not Unicode, or has a zero byte, which would end it in C."""
     data = errors.encoded(text, what)
     if b"\0" in data:
         msg = f"{what} has a zero byte"

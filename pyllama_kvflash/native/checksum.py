@@ -1,4 +1,4 @@
-"""Checksums of much data, by which a snapshot knows that it is as it was written."""
+"""Fast checksums, by which a snapshot detects damage."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ CHECKSUM = 16
 
 
 class Checksum:
-    """XXH3-128 (Collet, xxhash.com) of bytes, as it is put together. It finds damage, and does not withstand forgery.
+    """XXH3-128 (Collet, xxhash.com), computed incrementally. It detects damage, but not forgery.
 
-    It has the speed of memory, where SHA-256 has 0.5 to 2 GB/s a thread.
+    It is as fast as memory, while SHA-256 reaches 0.5 to 2 GB/s a thread.
     """
 
     def __init__(self) -> None:
@@ -22,19 +22,19 @@ class Checksum:
         self._sum = ffi.gc(sum_, lib.kvf_checksum_free)
 
     def update(self, data: Any) -> None:
-        """Add bytes, or those of a contiguous array. Other threads run meanwhile."""
+        """Add bytes, or the bytes of a contiguous array. Other threads run meanwhile."""
         src = ffi.from_buffer(data)
         lib.kvf_checksum_add(self._sum, src, len(src))
 
     def digest(self) -> bytes:
-        """Return the CHECKSUM bytes, the most significant one first."""
+        """Return the checksum, CHECKSUM bytes, big-endian."""
         res = bytearray(CHECKSUM)
         lib.kvf_checksum_get(self._sum, ffi.from_buffer("uint8_t[]", res))
         return bytes(res)
 
 
 def checksum(data: Any) -> bytes:
-    """Return the checksum of bytes, or of a contiguous array's."""
+    """Return the checksum of bytes, or of a contiguous array."""
     res = Checksum()
     res.update(data)
     return res.digest()

@@ -29,9 +29,9 @@ def _fields(struct: Any, cls: type[Any]) -> Any:
 
 
 class Context(PartialState):
-    """A llama.cpp context as one of its sequences sees it: the first one. sequence() gives the others.
+    """A llama.cpp context, as a view of one of its sequences: the first. sequence() returns views of the others.
 
-    Do not use it in two threads at once; any thread may close it. It is a context manager.
+    Do not use it in two threads at once. Any thread may close it. It is a context manager.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Context(PartialState):
 
         n_ctx: logical positions of a sequence.
         n_seq: sequences, which share the cells.
-        n_rollback: tokens at the end of a batch that a recurrent state can go back over: at most all but the first.
+        n_rollback: tokens at the end of a batch over which a recurrent state can be rolled back: at most all but the first.
         pool, panes: at most one of them; None: a stock cache with a cell for each position.
-        lodges: for a pool: a paned context of the model, which must outlive it. A GPU keeps codes in its memory while it computes nothing,
-            if that is large enough.
+        lodges: for a pool: a paned context of the model, which must outlive it. While that is idle, a GPU keeps codes in its panes, if
+            they are large enough.
         other: for a drafter: the context of its target.
-        mtp: for a drafter: True if it is a model's own heads, which predict further tokens.
-        n_outputs: for a drafter: most tokens of a batch that get logits; 0: all.
+        mtp: for a drafter: whether it consists of a model's own heads for further tokens.
+        n_outputs: for a drafter: the most tokens of a batch that get logits; 0: all.
 
-        Raises UnsupportedError (this memory cannot be pooled, this cache type cannot be used) and NativeError (memory).
+        Raises UnsupportedError (the memory cannot be pooled, the cache type cannot be used) and NativeError (memory).
         """
         params = lib.llama_context_default_params()
         params.n_ctx = n_ctx if pool or panes else n_ctx * n_seq
@@ -102,15 +102,15 @@ class Context(PartialState):
         self.n_ubatch = n_ubatch
         self.model = model
         self.n_ctx = int(lib.llama_n_ctx(self.handle))  # of a stock cache: of all sequences, rounded up to 256
-        self.n_rollback = int(lib.llama_n_rs_seq(self.handle))  # 0 where llama.cpp cannot take a recurrent state back
+        self.n_rollback = int(lib.llama_n_rs_seq(self.handle))  # 0 if llama.cpp cannot roll this recurrent state back
         self.pooled = pool is not None
         self.pool = pool  # its parameters; None: a stock or a paned context
         tap = pool or panes
         self.q_tap, self._q_every = (tap.q_tap, tap.q_every) if tap else (0, 1)
-        self._tapped: list[Layer] | None = None  # a cache: they never change
+        self._tapped: list[Layer] | None = None  # cached, since they never change
 
     def sequence(self, seq: int) -> Self:
-        """Return this context as sequence 0 .. n_seq - 1 sees it: it decodes, moves and forgets only its own positions.
+        """Return the view of sequence 0 .. n_seq - 1, which decodes, moves and removes only its own positions.
 
         Raises UsageError.
         """
@@ -131,7 +131,7 @@ class Context(PartialState):
         return native
 
     def close(self) -> None:
-        """Free the context and all its sequences, after a call that another thread has under way. Harmless when called again."""
+        """Free the context and all its sequences, once no thread has a call under way. Harmless when called again."""
         self._shared.close()
 
     def __enter__(self) -> Self:
@@ -149,8 +149,8 @@ class Context(PartialState):
     def decode(self, tokens: Tokens, pos: int, outputs: int = LAST) -> None:
         """Decode tokens (n,) int32 at positions pos, pos + 1, ...
 
-        Raises PoolError (no free block: nothing was changed), Interrupted (a part of the batch may be in the cache:
-        remove it with seq_rm) and NativeError.
+        Raises PoolError (no free block; nothing has changed), Interrupted (part of the batch may be in the cache: remove it with
+        seq_rm) and NativeError.
         """
         buf = ffi.from_buffer("int32_t[]", tokens)
         compute(lib.kvf_decode, self.handle, self.seq, pos, buf, len(tokens), outputs)
@@ -158,24 +158,23 @@ class Context(PartialState):
         self._shared.batch = {self.seq: (pos, len(tokens))}
 
     def computed(self, native: Any, n: int, n_batch: int | None = None) -> None:
-        """Record that a native context, this one or a paned one, computed a batch of this sequence, whose first n tokens
-        stand.
+        """Record that a native context, this one or a paned one, computed a batch of this sequence, and its first n tokens are kept.
 
-        n_batch: the tokens of the batch; None: all of them stand.
+        n_batch: the tokens of the batch; None: n.
         """
         self._shared.computed(native, {self.seq: (n - 1, (n_batch or n) - n)})
 
     def keep(self, n: int) -> None:
-        """Keep only the first n of the sequence's tokens in the last batch, all of which got logits. Raises as seq_rm()."""
+        """Keep only the first n of the sequence's tokens in the last batch, which all got logits. Raises as seq_rm()."""
         start, n_batch = self._shared.batch[self.seq]
         if n < n_batch:
             self.seq_rm(start + n)
         self._shared.kept(self.seq, n_batch - n)
 
     def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[Tokens]) -> None:
-        """Decode tokens (n,) int32 of each of several sequences in one batch, from the given positions on. All get logits.
+        """Decode tokens (n,) int32 of several sequences in one batch, from the given positions on. All get logits.
 
-        At most n_ubatch tokens in all. Raises as decode() does.
+        At most n_ubatch tokens in all. Raises as decode().
         """
         sizes = [len(part) for part in tokens]
         ends = np.cumsum(sizes)
@@ -189,7 +188,7 @@ class Context(PartialState):
 
     @property
     def output(self) -> Output:
-        """Where this sequence's last token was computed. Raises UsageError if it was not in the last batch."""
+        """The place of this sequence's last output. Raises UsageError if the sequence was not in the last batch."""
         own = self.handle  # raises if it is closed
         if not self._shared.outputs:
             return Output(own, -1, 0)  # nothing was decoded: the library raises the error
@@ -200,8 +199,8 @@ class Context(PartialState):
 
     @contextmanager
     def same_output(self) -> Iterator[None]:
-        """Have logits() and queries() of all sequences be those that this context computed last, whatever another one
-        computes meanwhile.
+        """Within the block, another context may compute. Afterwards, logits() and queries() of all sequences are again those that
+        this context computed last.
         """
         before = {seq: o for seq, o in self._shared.outputs.items() if o.native == self.handle}
         yield
@@ -212,8 +211,8 @@ class Context(PartialState):
         check(lib.kvf_synchronize(self.output.native))
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return a copy of the logits (n_vocab,) float32 of the sequence's token i in the last batch; -1: of its last one. They
-        are as computed, NaN or not. Raises UsageError (the batch gave it none) and NativeError.
+        """Return a copy of the logits (n_vocab,) float32 of the sequence's token i in the last batch; -1: its last token. They are not
+        checked for NaN. Raises UsageError (the token has no logits) and NativeError.
         """
         output = self.output
         check(lib.kvf_synchronize(output.native))
@@ -225,12 +224,12 @@ class Context(PartialState):
         return np.frombuffer(buf, np.float32).copy()
 
     def checked_logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return logits(i). Raises BadLogitsError, too, if they are NaN or infinite."""
+        """Return logits(i). Also raises BadLogitsError if they are NaN or infinite."""
         check(lib.kvf_argmax(self.output.native, self.output.row(i), ffi.new("llama_token *")))
         return self.logits(i)
 
     def clear(self) -> None:
-        """Forget this sequence."""
+        """Remove this sequence from the cache."""
         if self.n_seq == 1:
             check(lib.kvf_clear(self.handle))
         else:
@@ -238,17 +237,15 @@ class Context(PartialState):
         self._shared.outputs.pop(self.seq, None)
 
     def seq_rm(self, start: int, end: int = -1) -> None:
-        """Forget positions [start, end); end -1: to the last. Raises UnsupportedError if a recurrent state cannot go
-        back.
-        """
+        """Remove positions [start, end); end -1: to the last. Raises UnsupportedError if a state cannot be rolled back."""
         check(lib.kvf_seq_rm(self.handle, self.seq, start, end))
 
     def attn_seq_rm(self, start: int, end: int) -> None:
-        """Forget positions [start, end) in the full-attention cache only: what an eviction does to a stock cache."""
+        """Remove positions [start, end) from the full-attention cache only, as an eviction would from a stock cache."""
         check(lib.kvf_attn_seq_rm(self.handle, self.seq, start, end))
 
     def set_width(self, n_kv: int) -> None:
-        """Make the attention read at least n_kv cells from now on, as it did when the sequence was saved."""
+        """Make the attention read at least n_kv cells from now on, as many as when the sequence was saved."""
         check(lib.kvf_set_width(self.handle, n_kv))
 
     #
@@ -257,7 +254,7 @@ class Context(PartialState):
 
     @property
     def memory_class(self) -> str:
-        """Class name of llama.cpp's memory, e.g. `llama_kv_cache_iswa`."""
+        """The class name of llama.cpp's memory, e.g. `llama_kv_cache_iswa`."""
         name: str = ffi.string(lib.kvf_memory_class(self.handle)).decode()
         return name
 
@@ -271,7 +268,7 @@ class Context(PartialState):
         return res
 
     def tapped(self) -> list[Layer]:
-        """Return those of layers() whose queries queries() can read."""
+        """Return the layers whose queries are kept for queries()."""
         if self._tapped is None:
             self._tapped = self.layers()[self._q_every // 2 :: self._q_every]
         return self._tapped
@@ -284,19 +281,19 @@ class Context(PartialState):
         return res
 
     def compute_bytes(self, device: int | None = None) -> int:
-        """Return the bytes of the compute buffers on a device, given by its index in native.devices(); None: on all. For a
-        model that was loaded with no_alloc, return what they would take.
+        """Return the bytes of the compute buffers on a device, an index into native.devices(); None: on all. For a model loaded with
+        no_alloc, return the expected bytes.
         """
         if device is None:
             return sum(self.compute_bytes(i) for i in range(lib.ggml_backend_dev_count()))
         if device == planned_host():
-            return 0  # of the machine that is planned for: what its host has for computation is not known here
+            return 0  # the compute buffers of a planned machine's host are unknown here
         out = ffi.new("uint64_t *")
         check(lib.kvf_get_compute_bytes(self.handle, device, out))
         return int(out[0]) + (self._halves() if planned_host() and device == 0 else 0)
 
     def _halves(self) -> int:
-        """Return the bytes of a layer's K and V in f16, which CUDA's flash attention has in its buffers if they are of another type."""
+        """Return the bytes of a layer's K and V in f16: CUDA's flash attention converts other types into its buffers."""
         n, kept = self.pool.n_pool if self.pool else self.n_ctx, (CACHE_TYPES["f16"], -1)
         rows = [((layer.type_k, layer.n_embd_k), (layer.type_v, layer.n_embd_v)) for layer in self.layers()]
         return 2 * n * max((sum(width for kind, width in each if kind not in kept) for each in rows), default=0)
@@ -313,8 +310,8 @@ class Context(PartialState):
         return res
 
     def blocks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return two arrays (n_block,) int32: the chunk of this sequence in each block (-1: none), and the cells in use
-        there (-1: a chunk is on its way in).
+        """Return two arrays (n_block,) int32: the chunk of this sequence in each block (-1: none), and the cells in use there
+        (-1: a chunk is in flight).
         """
         n = self.pool_info().n_block
         chunks, n_used, seqs = (np.empty(n, np.int32) for _ in range(3))
@@ -326,27 +323,27 @@ class Context(PartialState):
         return chunks, n_used
 
     def block_of(self, chunk: int) -> int:
-        """Return the block of a chunk, -1 if it is not resident."""
+        """Return the block of a chunk; -1: it is not resident."""
         out = ffi.new("int32_t *")
         check(lib.kvf_block_of(self.handle, self.seq, chunk, out))
         return int(out[0])
 
-    # Copies run beside the computation where the device can do that. begin_read() and begin_page_in() return at once;
-    # the record must not change until wait() has returned. A caller that only decodes and moves chunks need not wait.
+    # Copies overlap the computation if the device can do that. begin_read() and begin_page_in() return at once; the record
+    # must not change until wait() has returned. A caller that only decodes and moves chunks need not wait.
 
     def begin_read(self, chunk: int, record: Record) -> int:
-        """Begin to write the record of a resident chunk to (record_bytes,) uint8. Return a ticket for wait()."""
+        """Begin to copy a resident chunk into its record, (record_bytes,) uint8. Returns a ticket for wait()."""
         ticket = ffi.new("uint64_t *")
         dst = ffi.from_buffer(record, require_writable=True)
         check(lib.kvf_read(self.handle, self.seq, chunk, dst, len(record), ticket))
         return int(ticket[0])
 
     def wait(self, ticket: int = 0) -> None:
-        """Wait for the copies up to a ticket; 0: for all that were begun."""
+        """Wait for the copies up to a ticket; 0: for all."""
         check(lib.kvf_wait(self.handle, ticket))
 
     def read(self, chunk: int, record: Record) -> None:
-        """Write the record of a resident chunk to (record_bytes,) uint8."""
+        """Copy a resident chunk into its record, (record_bytes,) uint8."""
         self.wait(self.begin_read(chunk, record))
 
     def drop(self, chunk: int) -> None:
@@ -354,8 +351,7 @@ class Context(PartialState):
         check(lib.kvf_drop(self.handle, self.seq, chunk))
 
     def begin_page_in(self, chunk: int, record: Record, block: int = -1) -> int:
-        """Begin to put a record into a free block (-1: the first), where nothing sees it before commit(). Return the
-        block.
+        """Begin to copy a record into a free block (-1: the first), which stays masked until commit(). Returns the block.
 
         Raises RecordError and PoolError.
         """
@@ -364,24 +360,22 @@ class Context(PartialState):
         return int(inout[0])
 
     def commit(self, chunk: int) -> None:
-        """Make an incoming chunk resident. The next decode waits for its copy if that is not done."""
+        """Make a chunk in flight resident. The next decode waits for its copy."""
         check(lib.kvf_commit(self.handle, self.seq, chunk))
 
     def cancel(self, chunk: int) -> None:
-        """Give up an incoming chunk, and free its block."""
+        """Give up a chunk in flight, and free its block."""
         check(lib.kvf_cancel(self.handle, self.seq, chunk))
 
     def page_in(self, chunk: int, record: Record, block: int = -1) -> int:
-        """Put a record into a free block (-1: the first), wait for it, and return the block. Raises RecordError and
-        PoolError.
-        """
+        """Copy a record into a free block (-1: the first), wait for it, and return the block. Raises RecordError and PoolError."""
         res = self.begin_page_in(chunk, record, block)
         self.commit(chunk)
         self.wait()
         return res
 
     def host_buffer(self, size: int) -> Record:
-        """Return host memory, (size,) uint8, that a device copies to and from fast: pinned, if that matters. Raises MemoryError."""
+        """Return host memory, (size,) uint8, for fast copies to and from a device: pinned, if that matters. Raises MemoryError."""
         out = ffi.new("struct kvf_host **")
         try:
             check(lib.kvf_host_new(self.handle, size, out))
@@ -396,13 +390,11 @@ class Context(PartialState):
 
     @property
     def pinned(self) -> bool:
-        """Whether host_buffer() gives pinned memory, which a device copies to and from by itself."""
+        """Whether host_buffer() returns pinned memory, to and from which a device copies by itself."""
         return self.host_buffer(4096).base is not None
 
     def copy_rate(self, size: int, n: int, *, to_device: bool) -> float:
-        """Return the bytes per second at which a block of `size` bytes is copied n times: what the device's bus can
-        do.
-        """
+        """Measure the bus: return the bytes per second of copying a block of `size` bytes n times."""
         seconds = ffi.new("double *")
         compute(lib.kvf_time_copies, self.handle, size, n, to_device, seconds)
         return size * n / float(seconds[0])
@@ -414,7 +406,7 @@ class Context(PartialState):
     def begin_queries(self, into: npt.NDArray[np.float32], back: int = 0) -> int:
         """Begin to read the queries of this sequence's last token in the last batch, or of the token `back` before it.
 
-        into: float32, all tapped layers one after the other, in the basis of the cached K. Return a ticket for wait().
+        into: float32, all tapped layers one after the other, in the basis of the cached K. Returns a ticket for wait().
         """
         ticket = ffi.new("uint64_t *")
         dst = ffi.from_buffer("float[]", into, require_writable=True)
@@ -423,14 +415,13 @@ class Context(PartialState):
         return int(ticket[0])
 
     def query_scales(self) -> npt.NDArray[np.float32]:
-        """Return the factor of the products of these queries with the keys, (n_tapped,) float32."""
+        """Return the factor of q·k before the softmax, for each tapped layer, (n_tapped,) float32."""
         res = np.empty(len(self.tapped()), np.float32)
         check(lib.kvf_q_scale(self.output.native, ffi.from_buffer("float[]", res), len(res)))
         return res
 
     def queries(self, back: int = 0) -> list[npt.NDArray[np.float32]]:
-        """Return the queries of the last decoded token, or of the token `back` before it, as begin_queries() reads
-        them.
+        """Return the queries of the last decoded token, or of the token `back` before it, see begin_queries().
 
         There is one array (n_head, n_embd_head_k) float32 for each tapped layer.
         """
@@ -442,7 +433,7 @@ class Context(PartialState):
 
 
 def split_queries(flat: npt.NDArray[np.float32], shapes: Sequence[tuple[int, int]]) -> list[npt.NDArray[np.float32]]:
-    """Split what begin_queries() read into an array (n_head, n_embd_head_k) for each tapped layer."""
+    """Split the result of begin_queries() into an array (n_head, n_embd_head_k) for each tapped layer."""
     parts = np.split(flat, np.cumsum([n * m for n, m in shapes])[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 

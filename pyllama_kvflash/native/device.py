@@ -21,21 +21,21 @@ class Device:
 
     @property
     def remote(self) -> bool:
-        """Whether it is one of an RPC server."""
+        """Whether it belongs to an RPC server."""
         return self.name.startswith("RPC")
 
 
-_PLANNED: list[Device] = []  # what devices() says instead, see pretending()
+_PLANNED: list[Device] = []  # the result of devices() within pretending()
 
 
 @contextmanager
 def pretending(gpu: int, ram: int) -> Iterator[None]:
-    """Have devices() say that there is a GPU with so many bytes, and so much RAM: to plan for a machine that is elsewhere. gpu: 0: none.
+    """Make devices() report a GPU and RAM of these sizes in bytes, to plan for another machine. gpu: 0: no GPU.
 
-    Only models that were loaded with no_alloc may be looked at meanwhile. Without a GPU here, what the CPU would hold is
-    taken for the GPU's, but for what llama.cpp leaves to the host (Model.weights()).
+    Only models loaded with no_alloc may be used meanwhile. If this machine has no GPU, the CPU's weights count as the planned GPU's,
+    except for those that llama.cpp keeps on the host (Model.weights()).
     """
-    before = list(_PLANNED)  # it may be within another one
+    before = list(_PLANNED)  # calls may be nested
     _PLANNED.clear()
     here = devices()
     if gpu and not any(device.gpu for device in here):
@@ -51,14 +51,14 @@ def pretending(gpu: int, ram: int) -> Iterator[None]:
 
 
 def planned_host() -> int | None:
-    """Return the index of the host of a machine that is planned for, if it has a GPU and this one has none; else None."""
+    """Return the index of the planned machine's host, if that machine has a GPU and this one has none; else None."""
     if len(_PLANNED) <= lib.ggml_backend_dev_count():
         return None
     return next(i for i, device in enumerate(_PLANNED) if not device.gpu)
 
 
 def devices() -> list[Device]:
-    """Return all devices in llama.cpp's order: GPUs, the CPU, then those of RPC servers.
+    """Return all devices in llama.cpp's order: GPUs, the CPU, then devices of RPC servers.
 
     Raises DeviceLostError.
     """
@@ -78,7 +78,7 @@ def devices() -> list[Device]:
 
 
 def gpus() -> set[int]:
-    """Return which of devices() are GPUs, without asking them for their memory: one of a server may be busy, or gone."""
+    """Return the indices of GPUs in devices(), without querying their memory: a server may be busy, or gone."""
     return {i for i in range(lib.ggml_backend_dev_count()) if _is_gpu(i)}
 
 
@@ -88,9 +88,7 @@ def _is_gpu(i: int) -> bool:
 
 
 def _host_available(fallback: int) -> int:
-    """Return the bytes that the kernel can give without swapping: ggml reports unused pages only, without the page
-    cache.
-    """
+    """Return the bytes that the kernel can provide without swapping. ggml reports only unused pages, without the page cache."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""The memory of a context: its layers, its bytes, its pool."""
+"""The memory of a context: its layers, bytes, pool and panes."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,12 @@ class PoolParams:
 
     n_pool: cells, a multiple of 256.
     n_chunk: positions in a block: 16, 32 or 64.
-    q_tap: how many last tokens of a ubatch keep their queries for queries(); 0: none.
+    q_tap: last tokens of a ubatch whose queries are kept for queries(); 0: none.
     fingerprint: of the model, written to every record.
     q_every: queries are kept in every q_every-th layer.
-    n_exchange: guests of a layer that a ubatch exchanges at most.
-    coarse_k, coarse_v: bits of the codes, 2 or 4, by which positions outside the pool are attended to; 0: they are not, and
-        there are no guests.
-    late: guests are chosen after the attention, for the next token, rather than before it.
+    n_exchange: the most guests of a layer that a ubatch exchanges.
+    coarse_k, coarse_v: bits of the codes of keys and values, 2 or 4; 0: no codes, and no guests.
+    late: whether guests are chosen after the attention, for the next token, rather than before it.
     """
 
     n_pool: int
@@ -31,13 +30,13 @@ class PoolParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaneParams:
-    """The parameters of a paned context, which computes what a stock one does with a few layers on the device at a time.
+    """The parameters of a paned context, see ExactContext.
 
-    n_pane: layers of a device that are there at once. 1: the computation waits for each; as many as there are: nothing is
-        streamed.
+    n_pane: panes of a device, each for one layer at a time. 1: the computation waits for every layer; one for each layer: nothing
+        is streamed.
     q_tap, q_every: as in PoolParams.
-    mass_piece: what the tokens of the tap attend to is kept, summed over so many positions; 0: it is not.
-    least_bytes: of the panes of a GPU, for codes that are to lie there.
+    mass_piece: positions over which the attention of tapped tokens is summed and kept; 0: it is not kept.
+    least_bytes: the least size of a GPU's panes, so that codes can share their memory.
     """
 
     n_pane: int = 2
@@ -51,9 +50,9 @@ class PaneParams:
 class PaneInfo:
     """The panes of a context.
 
-    bytes: of all of them, on all devices.
-    n_bytes: copied so far, in both directions.
-    n_pane: panes of the device that has the most.
+    bytes: of all panes, on all devices.
+    n_bytes: bytes copied so far, in both directions.
+    n_pane: panes of the device with the most.
     n_layer: layers that the graph reads.
     n_stream: devices that copy while they compute.
     """
@@ -67,12 +66,12 @@ class PaneInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolInfo:
-    """The pool as it is now.
+    """The current state of the pool.
 
-    n_landing: blocks that chunks are on their way into.
+    n_landing: blocks with a chunk in flight.
     n_kv: cells that the attention reads for each token.
-    n_copy: copies that moving a chunk takes.
-    record_bytes: bytes of the record of one chunk, of which the first meta_bytes hold no K or V rows.
+    n_copy: copies to move a chunk.
+    record_bytes: bytes of a chunk's record; the first meta_bytes hold no K or V rows.
     """
 
     n_pool: int
@@ -90,10 +89,9 @@ class PoolInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of the attention cache: its place in the model, its row sizes (elements) and its place in a record
-    (bytes).
+    """One layer of the attention cache: its index in the model, row sizes (elements) and place in a record (bytes).
 
-    device: index into devices() of the memory that it is in.
+    device: of its memory, as an index into devices().
     """
 
     il: int

@@ -1,4 +1,4 @@
-"""Grammars (GBNF) that an answer keeps to: checked, and compiled once for a model."""
+"""Grammars (GBNF) that constrain an answer: checked, and compiled once for each model."""
 
 import re
 import threading
@@ -18,10 +18,10 @@ from pyllama_kvflash.native.model import Model
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """GBNF that an answer keeps to, from its rule `root` on.
+    """GBNF that constrains an answer, starting at the rule `root`.
 
-    after: what comes before the answer, and the grammar knows. lazy: it holds from where one of the patterns (regular
-    expressions, from the answer's start) or tokens is found, but not between `thinking` and one of `thought`.
+    after: text before the answer that belongs to the grammar. lazy: the grammar applies only from the first match of a pattern
+    (regular expressions, from the answer's start) or token on, but not between `thinking` and one of `thought`.
     """
 
     text: str
@@ -35,14 +35,12 @@ class Grammar:
 
 _QUOTED = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^>]*>|#[^\n]*'
 _PARTS = re.compile(_QUOTED + r"|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}|::=|[()]", re.DOTALL)
-"""What a grammar quotes, how often something may come, where a rule begins, and groups."""
+"""Quoted parts of a grammar, repetitions, the starts of rules, and groups."""
 _MAX_GROUPS, _MAX_RULES, _MAX_REPEATED = 200, 20_000, 1_000_000
 
 
 def _check_size(text: str) -> None:
-    """Raise UsageError for a grammar of which llama.cpp would make rules until no memory is left, or call itself until no
-    stack is: it does not look at these.
-    """
+    """Raise UsageError for a grammar with which llama.cpp would run out of memory or stack: it checks neither."""
     depth = n_rules = n_repeated = 0
     before = ""  # the last literal, class or group
     for found in _PARTS.finditer(text):
@@ -64,7 +62,7 @@ def _check_size(text: str) -> None:
 
 
 def unusable(why: str) -> errors.UsageError:
-    """Return the error for a grammar. why: what is wrong with it."""
+    """Return the error for a grammar. why: the fault."""
     return errors.UsageError(f"the grammar cannot be used: {why}")
 
 
@@ -72,7 +70,7 @@ _NAMES = re.compile(_QUOTED + r"|([a-zA-Z][a-zA-Z0-9-]*)", re.DOTALL)
 
 
 def either(one: str, other: str) -> str:
-    """Return the grammar of the texts of two grammars (GBNF)."""
+    """Return a grammar (GBNF) that accepts the texts of either of two grammars."""
 
     def renamed(text: str, prefix: str) -> str:
         return _NAMES.sub(lambda found: f"{prefix}-{found[1]}" if found[1] else found[0], text)
@@ -81,7 +79,7 @@ def either(one: str, other: str) -> str:
 
 
 class _Compiled:
-    """The grammars of one model that were compiled last, and its tokens by their bytes."""
+    """The most recently compiled grammars of one model, and its tokens by their bytes."""
 
     def __init__(self, model: Model) -> None:
         out = ffi.new("struct kvf_tokens **")
@@ -91,7 +89,7 @@ class _Compiled:
         self._mutex = threading.Lock()
 
     def get(self, grammar: Grammar, model: Model) -> Any:
-        """Return a compiled grammar, at its beginning. Raises UsageError."""
+        """Return a compiled grammar in its initial state. Raises UsageError."""
         with self._mutex:
             if grammar in self._grammars:
                 self._grammars.move_to_end(grammar)
@@ -104,7 +102,7 @@ class _Compiled:
         return found
 
 
-_N_KEPT = 32  # compiled grammars of a model: those of agents' tools and of the requests that wait
+_N_KEPT = 32  # compiled grammars of a model: enough for agents' tools and for waiting requests
 _COMPILED: WeakKeyDictionary[Model, _Compiled] = WeakKeyDictionary()
 _MUTEX = threading.Lock()
 
@@ -136,7 +134,7 @@ def _new(given: Grammar, model: Model, tokens: Any) -> Any:
 
 
 class Follower:
-    """Where a text is in a grammar. Several threads may follow texts of the same grammar."""
+    """The state of a text within a grammar. Several threads may follow texts of the same grammar."""
 
     def __init__(self, grammar: str | Grammar, model: Model) -> None:
         """Begin a text. Raises UsageError if the grammar cannot be used with the model."""
@@ -144,17 +142,17 @@ class Follower:
         self.handle = _copy(_compiled(grammar, model))
 
     def fork(self) -> Self:
-        """Return one that is where this one is."""
+        """Return a copy in the same state."""
         res = copy(self)
         res.handle = _copy(self.handle)
         return res
 
     def accept(self, token: int) -> None:
-        """Go on after a token; one that is not allowed ends the text."""
+        """Advance by a token. A token that is not allowed ends the text."""
         check(lib.kvf_grammar_accept(self.handle, token))
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens may follow, (n_vocab,), if the grammar has begun."""
+        """Return the mask of tokens that may follow, (n_vocab,) bool. A lazy grammar must have begun."""
         return _mask(self.handle, self._n_vocab)
 
 
@@ -171,12 +169,12 @@ def _copy(handle: Any) -> Any:
 
 
 def check_grammar(grammar: str | Grammar, model: Model) -> None:
-    """Raise UsageError unless a grammar (GBNF) can be used with a model. It is then compiled, and begins at once."""
+    """Raise UsageError unless a grammar (GBNF) can be used with a model. Compiles it, so that later uses start at once."""
     _compiled(grammar, model)
 
 
 def _text(text: str) -> Any:
-    """Return a text for C, which takes its first zero byte for its end."""
+    """Return a text for C. Raises UsageError for a zero byte, which would end it there, and for text that is not Unicode."""
     if "\0" in text:
         raise unusable("it has a zero byte")
     try:

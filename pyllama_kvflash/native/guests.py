@@ -1,4 +1,4 @@
-"""Guests: blocks of a pool in which each layer holds units of 16 positions, chosen in the graph; and codes of all positions."""
+"""Guests: units of 16 positions that each layer chooses in the graph, in blocks of the pool. And codes of all positions."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +21,11 @@ class CodesInfo:
     """The codes and the guests of a sequence.
 
     bytes: of codes, in host memory.
-    device_bytes: on GPUs, of all sequences: their codes, and what choosing takes.
-    n: positions that have codes.
-    n_known: positions that had codes when the last segment of 4,096 began: its means are made of them.
-    n_block: blocks of guests.
-    n_slot: guests of a layer.
+    device_bytes: on GPUs, over all sequences: codes, and buffers for choosing.
+    n: positions with codes.
+    n_known: positions with codes when the last segment of 4,096 began; they determine its means.
+    n_block: guest blocks.
+    n_slot: guest slots of a layer.
     """
 
     bytes: int
@@ -36,6 +36,16 @@ class CodesInfo:
     n_slot: int
 
 
+def choice_bytes(heads: Sequence[tuple[int, int, int, int]], n_ctx: int, n_seq: int, n_pool: int, chunk: int) -> int:
+    """Return the bytes of a GPU's buffers for attending to codes and choosing guests, without the codes.
+
+    heads: of all layers, on any device: query heads, key heads, elements of a key and of a value row (0: the keys serve as values).
+    n_ctx: positions of each of n_seq sequences. n_pool: cells of the pool.
+    """
+    each = ffi.new("struct kvf_heads[]", [tuple(h) for h in heads])
+    return int(lib.kvf_choice_bytes(each, len(heads), n_ctx, n_seq, n_pool, chunk))
+
+
 def _addresses(records: Sequence[Record]) -> list[object]:
     return [ffi.from_buffer(record) for record in records]
 
@@ -44,7 +54,7 @@ class Guests:
     """The codes and the guests of one sequence of a pooled context. Raises NativeError and PoolError."""
 
     def __init__(self, ctx: Context) -> None:
-        """ctx: the context as the sequence sees it. Its PoolParams have codes."""
+        """ctx: the sequence's view of a context whose PoolParams have codes."""
         self._ctx = ctx
         self.layers = ctx.layers()
 
@@ -53,32 +63,32 @@ class Guests:
     #
 
     def info(self) -> CodesInfo:
-        """Return what there is now."""
+        """Return the current codes and guests."""
         out = ffi.new("struct kvf_codes_info *")
         check(lib.kvf_codes_info(self._ctx.handle, self._ctx.seq, out))
         return CodesInfo(**{name: getattr(out, name) for name in CodesInfo.__dataclass_fields__})
 
     def n_fetched(self) -> int:
-        """Return how many guests were copied from records so far, of all sequences and layers. A GPU is waited for."""
+        """Return the number of guests copied from records so far, over all sequences and layers. Waits for the GPU."""
         out = ffi.new("uint64_t *")
         check(lib.kvf_guests_fetched(self._ctx.handle, out))
         return int(out[0])
 
     def put(self, layers: range, first: int, records: Sequence[Record]) -> None:
-        """Make the codes of chunks first, first + 1, ... of consecutive layers, from their records. Threads may do different layers."""
+        """Make the codes of chunks first, first + 1, ... in consecutive layers, from their records. Threads may share the layers."""
         at, where = _addresses(records), (layers.start, len(layers))
         compute(lib.kvf_codes_put, self._ctx.handle, self._ctx.seq, *where, first, at, len(at))
 
     def cover(self, first: int, records: Sequence[Record]) -> None:
-        """Let chunks first, first + 1, ..., which have codes in all layers, be guests.
+        """Allow chunks first, first + 1, ... as guests. They must have codes in all layers.
 
-        Their records stay where they are until the context is cut to fewer positions.
+        Their records must not move until the context is cut to fewer positions.
         """
         at = _addresses(records)
         check(lib.kvf_codes_cover(self._ctx.handle, self._ctx.seq, first, at, len(at)))
 
     def saved_codes(self, n: int) -> list[Record]:
-        """Return a copy of the codes of the first n positions: the bytes of each layer, (n_bytes,) uint8."""
+        """Return a copy of the codes of the first n positions: (n_bytes,) uint8 for each layer."""
 
         def saved(layer: int) -> Record:
             res = np.empty(self._code_size(layer, n), np.uint8)
@@ -89,15 +99,15 @@ class Guests:
             return list(mapped(threads, saved, range(len(self.layers))))
 
     def restore_codes(self, layer: int, n: int, saved: Record) -> None:
-        """Put back the first n positions of what saved_codes() gave of a layer; cover() then lets the chunks be guests.
+        """Restore a layer's codes of the first n positions, from saved_codes(). Then call cover() for the chunks.
 
-        Threads may do different layers.
+        Threads may share the layers.
         """
         src = ffi.from_buffer(saved[: self._code_size(layer, n)])
         compute(lib.kvf_codes_set, self._ctx.handle, self._ctx.seq, layer, n, src, len(src))
 
     def code_sizes(self, n: int) -> tuple[int, ...]:
-        """Return the bytes of the codes of n positions, of each layer."""
+        """Return the bytes of the codes of n positions, for each layer."""
         return tuple(self._code_size(layer, n) for layer in range(len(self.layers)))
 
     def _code_size(self, layer: int, n: int) -> int:
@@ -110,14 +120,14 @@ class Guests:
     #
 
     def resize(self, n: int, blocks: Sequence[int] | None = None) -> None:
-        """Have n blocks of guests: the first of those there are, and then free ones; or these blocks, if there are none.
+        """Set the number of guest blocks to n: the first ones stay, and free blocks are added. blocks: take these, if there were none.
 
-        The next batch fills the slots that are new. Raises PoolError, and changes nothing, if too few blocks are free.
+        The next batch fills the new slots. Raises PoolError, and changes nothing, if too few blocks are free.
         """
         check(lib.kvf_set_guests(self._ctx.handle, self._ctx.seq, n, ffi.NULL if blocks is None else list(blocks)))
 
     def tables(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return the blocks of guests (n_block,), and the unit in each slot of each layer (n_layer, n_slot); -1: none."""
+        """Return the guest blocks (n_block,), and the unit in each slot of each layer (n_layer, n_slot); -1: empty."""
         info = self.info()
         blocks = np.empty(info.n_block, np.int32)
         units = np.empty((len(self.layers), info.n_slot), np.int32)
@@ -126,6 +136,6 @@ class Guests:
         return blocks, units
 
     def place(self, units: npt.NDArray[np.int32]) -> None:
-        """Put units (n_layer, n_slot) into the slots, from their records; -1: none."""
+        """Copy units (n_layer, n_slot) from their records into the slots; -1: leave empty."""
         flat = np.ascontiguousarray(units, np.int32)
         check(lib.kvf_place_guests(self._ctx.handle, self._ctx.seq, ffi.from_buffer("int32_t[]", flat), flat.size))
