@@ -95,11 +95,9 @@ def check_turns(kind: str, turns: list[Turn]) -> None:
     ("kind", "options"),
     [
         ("hybrid", {}),
-        ("dense", {"pool": "off"}),
-        ("mamba", {"pool": "off"}),
         *(pytest.param(*case, marks=pytest.mark.nightly(SERVE)) for case in (
             ("sliding window", {}), ("sliding window", {"pool": "off"}), ("hybrid", {"pool": "off"}),
-            ("dense", {}), ("dense", {"policy": "qk"}), ("dense", {"policy": "lru"}),
+            ("dense", {}), ("dense", {"policy": "qk"}), ("dense", {"policy": "lru"}), ("dense", {"pool": "off"}), ("mamba", {"pool": "off"}),
         )),
     ],
     ids=str,

@@ -124,7 +124,7 @@ def test_reasoning(model: Model, size: int) -> None:
 
 def test_one_tool_of_several_must_be_called(model: Model, engine: ChatEngine) -> None:
     """The prompt is the same as for all of them: what was read of it need not be read again."""
-    template = ChatTemplate.of(model, TOOLS_JINJA)
+    template = ChatTemplate(model, TOOLS_JINJA)
     only = {"type": "function", "function": {"name": "add"}}
     rendered = template.rendered([ASKED], tools=[WEATHER, ADD], tool_choice=only)
     assert rendered.prompt == engine.apply(request()).prompt
@@ -151,7 +151,7 @@ def answer(kv: KVFlash, prompt: str, grammar: Grammar | str, **options: Any) -> 
     return "".join(e.text for e in events if isinstance(e, Token)) + events[-1].text
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_required_call_is_made(kv: KVFlash, engine: ChatEngine, seed: int) -> None:
     """By a model that never heard of tools, at a temperature at which it babbles: only the grammar has it call."""
     rendered = engine.apply(request(tools=[ADD], tool_choice="required", parallel_tool_calls=False))
@@ -221,60 +221,53 @@ def test_a_template_that_takes_too_much_is_refused(model: Model, source: str) ->
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("source", [*LOOPS.values(), *LARGE.values()], ids=[*LOOPS, *LARGE])
-def test_so_it_is_in_the_sandbox(source: str) -> None:
-    with pytest.raises(UsageError, match=r"more than 0.5 s|too much memory|too large|[rR]ange too big"):
-        ChatTemplate(source, seconds=0.5).render([ASKED])
-
-
-@pytest.mark.parametrize("source", LARGE.values(), ids=LARGE)
-def test_what_takes_too_much_is_not_tried_twice(model: Model, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By llama.cpp, and then in the sandbox."""
-
-    def tried(*_: Any) -> str:
-        pytest.fail("it is")
-
-    monkeypatch.setattr(ChatTemplate, "_sandboxed", tried)
-    with pytest.raises(UsageError, match=r"cannot render this conversation: (it|range)"):
-        ChatTemplate.of(model, source + "{{ messages[0].content }}", seconds=0.5).render([ASKED])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "[" * 5000 + "]" * 5000 + " }}", "{{ " + "{1:" * 5000,
+        "{{ " + "a[" * 5000, "{{ " + "f(" * 5000, "{{ " + "not " * 100000 + "1 }}", "{{ 1" + " if 1 else 1" * 100000 + " }}",
+        "{% if a %}" * 5000 + "{% endif %}" * 5000, "{% if a %}" + "{% elif a %}" * 30000 + "{% endif %}",
+    ],
+    ids=["parentheses", "lists", "dicts", "indexes", "calls", "not", "choices", "blocks", "elif"],
+)  # fmt: skip
+def test_a_template_nested_past_the_end_of_the_stack_is_refused(model: Model, source: str) -> None:
+    """llama.cpp's parser recurses, without a limit of its own."""
+    with pytest.raises(UsageError, match=r"cannot read the chat template: it is nested too deeply: give another one"):
+        ChatTemplate(model, source)
 
 
 @pytest.mark.parametrize(
-    "made",
+    ("source", "why"),
     [
-        "('a' * 9999999) * 99", "'a'.center(999999)", "'a' | center(999999)", "'a' | indent(999999)", "'%999999d' % 1",
-        "'%999999d' | format(1)", "'{:999999}'.format(1)", "'{:{}}'.format(1, 999999)", "'%*d' % (999999, 1)",
-        "big.replace('a', big)", "big | replace('a', big)", "((big,) * 999) | join(big)", "big.join(['a'] * 99999)",
-        "([big] * 999) | map('upper') | join", "big.ljust(999999)", "[1] | tojson(indent=999999)",
+        ("{% for %}", "Unexpected token: %} of type 9"),
+        ("{{", "Unexpected EOF ...{{..."),
+        ("{% include 'x' %}", "Unknown statement: include"),
+        ("a {# b", "missing end of comment tag ...a {# b..."),
+        ("a\0b", "the template has a zero byte"),
     ],
-)  # fmt: skip
-def test_nor_are_texts_that_grow_at_once(made: str) -> None:
-    with pytest.raises(UsageError, match="too large"):
-        ChatTemplate("{% set big = 'a' * 99999 %}{{ (" + made + ") | length }}").render([ASKED])
+)
+def test_a_template_that_llama_cpp_cannot_read_is_refused(model: Model, source: str, why: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ChatTemplate(model, source)
+    assert str(caught.value) == f"llama.cpp cannot read the chat template: {why}: give another one as `template`"
 
 
-def test_the_sandbox_hears_what_a_request_gives_the_template() -> None:
-    template = ChatTemplate("{{ mood }} {{ enable_thinking }}")
-    found = template.rendered(
-        [ASKED], chat_template_kwargs={"mood": "good"}, enable_thinking=False, tools=[ADD], tool_choice="none"
-    )
-    assert found.prompt == "good False"
-
-
-def test_what_llama_cpp_does_not_know_is_rendered_all_the_same(model: Model) -> None:
-    """By jinja2."""
-    source = "{% for m in messages %}{{ m.content | wordwrap(5) | replace('\n', '/') }}{% endfor %}"
-    template = ChatTemplate.of(model, source)
-    assert template.render([{"role": "user", "content": "one two three"}]) == "one/two/three"
-    assert not template.takes_tools
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ raise_exception('no such role') }}", "Jinja Exception: no such role"),
+        ("{{ messages | wordwrap(5) }}", "Unknown (built-in) filter 'wordwrap' for type Array"),
+        (LARGE["range"], "range() of too many items"),
+    ],
+)
+def test_a_template_that_fails(model: Model, source: str, why: str) -> None:
+    template = ChatTemplate(model, source)
+    with pytest.raises(UsageError) as caught:
+        template.render([ASKED])
+    assert str(caught.value) == f"the chat template cannot render this conversation: {why}"
 
 
 @pytest.mark.parametrize("bad", [{"messages": 5}, {"messages": [{}]}, {"messages": [ASKED], "tools": [{}]}, {}])
 def test_a_request_that_is_none(engine: ChatEngine, bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         engine.apply(bad)
-
-
-def test_a_template_with_a_zero_byte(model: Model) -> None:
-    with pytest.raises(UsageError, match="zero byte"):
-        ChatEngine(model, "a\0b")

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.cuts import cut_off_at_every_line
 from support.drafting import WIDTH, width_noise
 from support.oracles import ON_GPU
@@ -141,7 +141,7 @@ def test_sequences_of_a_server(opened: Open, wordless: None) -> None:
 #
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(n, marks=pytest.mark.nightly(ENGINE)) for n in MODELS[1:])])
 def test_below_the_bound_the_rest_is_the_full_caches(opened: Open, tiny_path: Any, wordless: None, name: str) -> None:
     """Given the text so far; and all of it is read exactly, so that what follows the next prompt is, too."""
     chosen = Chosen(width_noise(tiny_path(name), WIDTH, FULL))

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles, snapshots
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.oracles import ON_GPU
 from support.rounding import relative_rms
 from support.runs import BY_SIXTEEN, GREEDY, MODELS, TOKENS, Open, check_residency, text_of
@@ -75,6 +75,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "a drafter": {"spec": Spec(kind="draft", model=str(BUNDLED_DRAFTER))},
     "two sequences": {"n_parallel": 2, "pool": 1024, "policy": "qk"},
 }
+DAILY = ("exact", "fresh", "a drafter")
 
 
 @pytest.mark.usefixtures("beside")
@@ -84,7 +85,9 @@ def test_chunks_on_their_way_do_not_matter(opened: Open, how: str) -> None:
     check_questions(opened("needle", **WAYS[how], tau=2))
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[] if how in DAILY else [pytest.mark.nightly(ENGINE)]) for how in WAYS]
+)
 def test_only_the_question_is_read(opened: Open, how: str) -> None:
     check_questions(opened("needle", **WAYS[how]).sequences[-1])
 
@@ -239,32 +242,31 @@ def test_ctrl_c_while_it_goes_back_is_not_swallowed(opened: Open, monkeypatch: p
 # a prompt that is refused
 #
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "empty": ([], {}, "the prompt is empty"),
-    "too long": (np.tile(TOKENS[:N], 5), {}, "do not fit the context"),
-    "no token": ([*TOKENS[:500].tolist(), 512], {}, "token 512 is not in the vocabulary: ids are 0 to 511"),
-    "beyond int32": (np.array([*TOKENS[:500], 2**32]), {}, "token 4,294,967,296 is not in the vocabulary"),
-    "beyond int64": ([2**64], {}, r"'\[18446744073709551616\]' is not a list of token ids: give integers"),
-    "fractions": ([1.5, 2.0], {}, r"'\[1.5, 2.0\]' is not a list of token ids: give integers, such as"),
-    "none": (None, {}, "'None' is not a list of token ids: give integers"),
-    "two prompts": ([TOKENS[:3], TOKENS[:3]], {}, "is not a list of token ids"),
-    "below 0": ([*TOKENS[:500].tolist(), -1], {}, "token -1 is not in the vocabulary"),
-    "max_tokens": (TOKENS[:500], {"max_tokens": -2}, "max_tokens"),
-    "stop": (TOKENS[:500], {"stop": ["\ud800"]}, "stop"),
-    "bias": (TOKENS[:500], {"sampling": Sampling(logit_bias=((5000, 1.0),))}, "logit_bias is for token 5,000"),
-}
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ([], {}, "the prompt is empty"),
+    (np.tile(TOKENS[:N], 5), {}, "do not fit the context"),
+    ([*TOKENS[:500].tolist(), 512], {}, "token 512 is not in the vocabulary: ids are 0 to 511"),
+    (np.array([*TOKENS[:500], 2**32]), {}, "token 4,294,967,296 is not in the vocabulary"),
+    ([2**64], {}, r"'\[18446744073709551616\]' is not a list of token ids: give integers"),
+    ([1.5, 2.0], {}, r"'\[1.5, 2.0\]' is not a list of token ids: give integers, such as"),
+    (None, {}, "'None' is not a list of token ids: give integers"),
+    ([TOKENS[:3], TOKENS[:3]], {}, "is not a list of token ids"),
+    ([*TOKENS[:500].tolist(), -1], {}, "token -1 is not in the vocabulary"),
+    (TOKENS[:500], {"max_tokens": -2}, "max_tokens"),
+    (TOKENS[:500], {"stop": ["\ud800"]}, "stop"),
+    (TOKENS[:500], {"sampling": Sampling(logit_bias=((5000, 1.0),))}, "logit_bias is for token 5,000"),
+]
 
 
 @pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_refused_prompt_leaves_the_text(opened: Open, what: str) -> None:
+def test_a_refused_prompt_leaves_the_text(opened: Open) -> None:
     kv, control = opened(), opened()
     for one in (kv, control):
         asked(one, TOKENS[:N])
-    prompt, how, says = REFUSED[what]
-    with pytest.raises(UsageError, match=says):
-        list(kv.generate(prompt, **how))
-    assert kv.sequence.pending == control.sequence.pending
+    for prompt, how, says in REFUSED:
+        with pytest.raises(UsageError, match=says):
+            list(kv.generate(prompt, **how))
+        assert kv.sequence.pending == control.sequence.pending
     for one in (kv, control):
         asked(one, [], append=True)
     check_as(kv, control, 0)
