@@ -13,7 +13,6 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,16 +20,15 @@ import numpy as np
 
 from kvflash_bench.grid import cpu_name
 from kvflash_bench.plot import figure
+from kvflash_bench.steps import WARM_UP, decode_steps
 from kvflash_bench.tables import markdown
-from pyllama_kvflash import KVFlash, Sampling, native
+from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.events import Prefill
-from pyllama_kvflash.native import Sampler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import tiny
 
 MIB = 2**20
-WARM_UP = 4  # tokens at the beginning of a turn that are not timed
 COLUMNS = (
     "context", "full cache ms/tok", "pool ms/tok", "full cache of pool size ms/tok", "full ÷ pool", "pool ÷ pool-sized",
     "prefill full tok/s", "prefill pool tok/s", "device KV full MiB", "pool MiB", "host ÷ records",
@@ -124,16 +122,7 @@ def fill(kv: KVFlash, tokens: native.Tokens) -> float:
 
 def decode(kv: KVFlash, steps: int) -> float:
     """Seconds a token."""
-    sampler = Sampler(Sampling(temperature=0), kv.model)
-    token = sampler.sample(kv.ctx)
-    begin = 0.0
-    for i in range(WARM_UP + steps):
-        if i == WARM_UP:
-            begin = time.perf_counter()
-        kv.decode([token])
-        token = sampler.sample(kv.ctx)
-    kv.ctx.synchronize()
-    return (time.perf_counter() - begin) / steps
+    return statistics.fmean(decode_steps(kv, steps, []).seconds)
 
 
 def report(rows: list[Row], args: argparse.Namespace) -> None:

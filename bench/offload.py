@@ -23,13 +23,13 @@ import numpy as np
 from kvflash_bench.device import device_used
 from kvflash_bench.grid import machine
 from kvflash_bench.shapes import shape_file
-from kvflash_bench.tables import markdown
+from kvflash_bench.steps import WARM_UP, decode_steps
+from kvflash_bench.tables import Live
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.native import Sampler, Sampling
 from pyllama_kvflash.native.lib import ffi
 
 BATCH = 2048
-WARM_UP, STEPS = 8, 32
+STEPS = 32
 COLUMNS = ["cache", "context", "read", "prompt tok/s", "answer tok/s", "device in use MiB"]
 
 
@@ -83,15 +83,10 @@ def read(kv: KVFlash, end: int, seconds: float) -> tuple[int, float]:
 
 def decode(kv: KVFlash) -> float:
     """Return the median seconds of STEPS tokens, at the end of what is there; then they are forgotten."""
-    sampler, took, at = Sampler(Sampling(temperature=0), kv.model), [], kv.n_tokens
-    token = sampler.sample(kv.ctx)
-    for _ in range(WARM_UP + STEPS):
-        begin = time.perf_counter()
-        kv.decode([token])
-        token = sampler.sample(kv.ctx)
-        took.append(time.perf_counter() - begin)
+    at = kv.n_tokens
+    took = median(decode_steps(kv, STEPS, []).seconds)
     kv.rollback(at)
-    return median(took[WARM_UP:])
+    return took
 
 
 def decode_behind(kv: KVFlash, state: "State", n: int) -> float:
@@ -166,14 +161,13 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int)
     parser.add_argument("--read-seconds", type=float, default=200)
     args = parser.parse_args()
-    rows: list[list[str]] = []
+    print(f"{machine()}\n")
+    table = Live(*COLUMNS)
     states: dict[int, State] = {}
     with nullcontext(args.model) if args.model else shape_file(args.shape, args.shape_dir) as path:
         for cache in caches(args.pool, args.type_kv):
             for row in rows_of(cache, path, args, states):
-                rows.append(row)
-                print(*row, sep=" | ", flush=True)
-    print(f"\n{machine()}\n\n{markdown(COLUMNS, rows)}")
+                table.row(*row)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from shutil import which
 from typing import Any
 
 from kvflash_bench.grid import machine
-from kvflash_bench.tables import markdown
+from kvflash_bench.tables import Live
 from served import Served, serving
 
 COLUMNS = ["prompt", "--kvflash", "RAM at most", "RAM said", "RAM measured", "%", "GPU at most", "GPU measured", "%"]
@@ -83,44 +83,35 @@ def main() -> None:
     parser.add_argument("--pools", nargs="+", default=["auto", "1K", "off"])
     parser.add_argument("--slots", type=int, default=0, help="measure `kvflash serve -np N`")
     args, options = parser.parse_known_args()  # others are the command's
+    slots = f"{args.slots} slots, each of a " if args.slots else ""
+    print(f"{machine()}, {slots}context of {args.ctx_size}; MiB\n")
+    (slots_of if args.slots else runs_of)(args, options)
+
+
+def slots_of(args: argparse.Namespace, options: list[str]) -> None:
+    """Measure the server with each pool, and print a table."""
+    text = Path(args.file).read_text()
+    texts = [text[i * len(text) // args.slots :][: len(text) // args.slots] for i in range(args.slots)]
+    table = Live("--kvflash", "RAM at most", "RAM measured", "%")
+    for pool in args.pools:
+        slots = ("-np", str(args.slots), "-c", args.ctx_size)
+        said, ram = served(texts, "-m", args.model, *slots, "--kvflash", pool, "-v", *options)
+        most = at_most("RAM", said) or 0
+        table.row(pool, f"{most:,.0f}", f"{ram:,}", f"{100 * most / ram - 100:+.1f}")
+
+
+def runs_of(args: argparse.Namespace, options: list[str]) -> None:
+    """Measure a run with each pool, with a short prompt and with the long one, and print a table."""
     script = str(SCRIPT if SCRIPT.exists() else which("kvflash"))
-    rows = []
-    if args.slots:
-        text = Path(args.file).read_text()
-        texts = [text[i * len(text) // args.slots :][: len(text) // args.slots] for i in range(args.slots)]
-        for pool in args.pools:
-            slots = ("-np", str(args.slots), "-c", args.ctx_size)
-            said, ram = served(texts, "-m", args.model, *slots, "--kvflash", pool, "-v", *options)
-            most = at_most("RAM", said) or 0
-            rows.append([pool, f"{most:,.0f}", f"{ram:,}", f"{100 * most / ram - 100:+.1f}"])
-            print(*rows[-1], sep=" | ", flush=True)
-        table = markdown(["--kvflash", "RAM at most", "RAM measured", "%"], rows)
-        print(f"\n{machine()}, {args.slots} slots, context {args.ctx_size} each; MiB\n\n{table}")
-        return
+    common = ["-c", args.ctx_size, "-n", "64", "--json", "-v", "--temp", "0", "-s", "1", *options]
+    table = Live(*COLUMNS)
     for prompt, given in (("short", ["-p", "Say hello."]), ("long", ["-f", args.file])):
         for pool in args.pools:
-            command = [
-                script,
-                "run",
-                args.model,
-                *given,
-                "-c",
-                args.ctx_size,
-                "--kvflash",
-                pool,
-                "-n",
-                "64",
-                "--json",
-                "-v",
-            ]
-            result, said, ram, gpu = taken([*command, "--temp", "0", "-s", "1", *options])
-            stats = result["stats"]
-            peak, known = stats["peak_bytes"] / 2**20, stats["gpu_bytes"] / 2**20
+            result, said, ram, gpu = taken([script, "run", args.model, *given, "--kvflash", pool, *common])
+            peak, known = (result["stats"][name] / 2**20 for name in ("peak_bytes", "gpu_bytes"))
             cells = [f"{at_most('RAM', said) or 0:,.0f}", f"{peak:,.0f}", f"{ram:,}", f"{100 * peak / ram - 100:+.1f}"]
             cells += [f"{known:,.0f}", f"{gpu:,}", f"{100 * known / gpu - 100:+.1f}"] if gpu else ["-"] * 3
-            rows.append([prompt, pool, *cells])
-            print(*rows[-1], sep=" | ", flush=True)
-    print(f"\n{machine()}, context {args.ctx_size}; MiB\n\n{markdown(COLUMNS, rows)}")
+            table.row(prompt, pool, *cells)
 
 
 if __name__ == "__main__":
