@@ -1,4 +1,4 @@
-"""The compiled library, and the one place that turns a status into an exception."""
+"""The compiled library. This is the only place that turns a status into an exception."""
 
 import atexit
 import contextlib
@@ -22,11 +22,11 @@ from pyllama_kvflash.native.notes import Notes, noted
 S = TypeVar("S")
 T = TypeVar("T")
 
-# two were measured; with many, a thread that waits in the kernel may be late (docs/results/cpu.md)
+# measured on two cores; with many, a thread that sleeps in the kernel may wake up late (docs/results/cpu.md)
 _FEW_CORES = 8
 
-# Threads that are done wait for the others. libgomp has them spin for long, and then another program's turn on their core is a
-# turn without any progress: after some 20 us they wait in the kernel. It reads this when it is loaded
+# Finished threads wait for the others. By default, libgomp's spin for long, and keep a busy core from the thread that they wait
+# for. With this setting, which libgomp reads when it is loaded, they sleep in the kernel after some 20 us
 if (os.cpu_count() or 1) <= _FEW_CORES and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -64,11 +64,11 @@ CACHE_TYPES: dict[str, int] = {
     "q4_1": lib.GGML_TYPE_Q4_1,
     "iq4_nl": lib.GGML_TYPE_IQ4_NL,
 }
-"""Cache types by their llama.cpp name, with their `ggml_type`."""
+"""The `ggml_type` of each cache type, by llama.cpp's name."""
 
 
 def init() -> None:
-    """Start the library (once). Its log is kept for error messages, and not shown."""
+    """Start the library (once). Its log is kept for error messages, but not shown."""
     lib.kvf_init()
 
 
@@ -83,19 +83,20 @@ def check(status: int) -> None:
         raise _ERRORS[status](last_error())
 
 
-_EXIT_SECONDS = 30.0  # for which the end of Python waits for calls
-_LOOK_SECONDS = 0.002  # between two looks at them
+_EXIT_SECONDS = 30.0  # when Python exits, the longest wait for calls under way
+_LOOK_SECONDS = 0.002  # polling interval of that wait
 _ending = False
 _under_way: Notes = {}
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_under_way.clear)  # it has none of the other threads
+    os.register_at_fork(after_in_child=_under_way.clear)  # the child has no other threads
 
 
 def compute(function: Callable[..., int], *args: Any) -> None:
     """Make a native call that may take long, or that calls Python, and check() its status.
 
-    Python waits for it before it ends: the library would be taken apart meanwhile. From then on this raises Interrupted.
+    When Python exits, it waits for such calls, because the library would be unloaded while they run. New calls then raise
+    Interrupted.
     """
     if _ending:
         msg = "interrupted: Python is about to end"
@@ -104,7 +105,7 @@ def compute(function: Callable[..., int], *args: Any) -> None:
 
 
 def mapped(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
-    """Call a function with each item, in threads, or in this one if Python starts no more of them, as when it is about to end."""
+    """Call a function with each item, in threads; in this thread if Python can start no others, as while it exits."""
     try:
         return workers.map(f, items)
     except RuntimeError:
@@ -113,17 +114,17 @@ def mapped(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S])
 
 @atexit.register
 def _end() -> None:
-    """Interrupt what other threads compute, and wait for it."""
+    """Interrupt the computations of other threads, and wait for them."""
     global _ending  # noqa: PLW0603
     _ending = True
     interrupt(True)
     if not _all_ended(_EXIT_SECONDS):
-        lib.kvf_drop_rpc()  # one may wait for a server that answers no more
+        lib.kvf_drop_rpc()  # a call may wait for a server that no longer answers
         _all_ended(_EXIT_SECONDS)
 
 
 def _all_ended(seconds: float) -> bool:
-    """Wait for calls, for so long at most. Returns whether there are none."""
+    """Wait for calls, at most `seconds`. Returns whether all have ended."""
     deadline = time.monotonic() + seconds
     while _under_way:
         if time.monotonic() > deadline:
@@ -133,30 +134,28 @@ def _all_ended(seconds: float) -> bool:
 
 
 def last_error() -> str:
-    """Return the message of this thread's last native error. llama.cpp logs several lines; the first names the
-    cause.
-    """
+    """Return the message of this thread's last native error. llama.cpp logs several lines; the first names the cause."""
     text = ffi.string(lib.kvf_error()).decode("utf-8", "replace")
     lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines()]
     return next((line for line in lines if line), "unknown error")
 
 
 def unless_forked(free: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a function that frees in this process only: a forked one has neither the threads nor the device."""
+    """Return a version of `free` that does nothing in a forked process, which has neither the threads nor the device."""
     return functools.partial(_free, free, os.getpid())
 
 
 def _free(free: Callable[[Any], None], pid: int, pointer: Any) -> None:
-    """Python waits for it as for compute(). Other threads free nothing from then on: a GPU's driver may be gone."""
+    """Free an object. Python waits for this at exit, as for compute(). Then other threads free nothing: the driver may be gone."""
     if os.getpid() == pid and not (_ending and threading.current_thread() is not threading.main_thread()):
         noted(_under_way, object(), functools.partial(free, pointer))
 
 
 def owned(pointer: Any, free: Callable[[Any], None], *made_of: Any) -> Any:
-    """Return a native object that is freed when nothing holds it any more: no variable, and no call under way in any thread.
+    """Return a native object that is freed once nothing refers to it: no variable, and no call under way in any thread.
 
-    So closing something only lets go of it, and can free nothing under a call. made_of: objects that it needs until then. They
-    are held from here, not by itself: both may be part of a circle that is garbage, which Python takes apart in any order.
+    So closing an object only drops a reference, and frees nothing during a call. made_of: objects that it needs until it is freed.
+    They are held in a global table, not by the object: in a garbage cycle, Python would free both in any order.
     """
     key, free, all_owned = object(), unless_forked(free), _owned
 
@@ -173,7 +172,7 @@ _owned: dict[object, tuple[Any, Any]] = {}
 
 
 def interrupt(stop: bool) -> None:  # noqa: FBT001 (a switch)
-    """Have every computation and load of the process end with Interrupted, of all models and threads, until switched off."""
+    """Make every computation and load of the process, in all models and threads, end with Interrupted, until switched off."""
     lib.kvf_interrupt(stop)
 
 
@@ -185,11 +184,11 @@ def row_bytes(cache_type: int, n: int) -> int:
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C raise Interrupted in a load or the next decode (on a CPU: the running one), and KeyboardInterrupt if
-    pressed twice. It is meant for the whole process: engines that other threads use are interrupted, too, and can continue.
+    pressed twice. It affects the whole process: engines of other threads are interrupted, too, and can continue.
 
-    Python runs its signal handlers between two bytecodes, and a batch is one call that may take a minute. So a thread
-    waits for the signal's number on Python's wake-up pipe, to which the C-level handler writes at once. The handler may run while
-    an object is freed, from where no exception gets out: Python would print it.
+    Python runs its signal handlers between two bytecodes, but a batch is one call that may take a minute. So a thread
+    waits for the signal's number on Python's wake-up pipe, to which the C-level handler writes at once. The Python handler
+    may run while an object is freed, where exceptions cannot propagate and Python would print them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread handles signals
@@ -205,7 +204,7 @@ def interruptible() -> Iterator[None]:
             if n_pressed:
                 interrupt(True)
             if n_pressed > 1:
-                lib.kvf_drop_rpc()  # a server that answers no more would be waited for
+                lib.kvf_drop_rpc()  # a call may wait for a server that no longer answers
 
     count = 0
 
@@ -217,7 +216,9 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt
 
     def on_unraisable(unraisable: Any) -> None:
-        if not isinstance(unraisable.exc_value, KeyboardInterrupt):  # lost, and interrupt() is not
+        if not isinstance(
+            unraisable.exc_value, KeyboardInterrupt
+        ):  # this one is lost, but interrupt() still has effect
             previous_hook(unraisable)
 
     watcher = threading.Thread(target=watch, name="kvflash-sigint", daemon=True)

@@ -23,7 +23,7 @@ Tokens = npt.NDArray[np.int32]
 _DRAFT_HEADS = {"eagle3", "dflash", "gemma4-assistant"}
 _MILLION, _BILLION = 10**6, 10**9
 _INPUT = {f"{name}.weight" for name in ("token_embd", "position_embd", "token_types", "per_layer_token_embd")}
-"""What llama.cpp has on the host, whatever is on a GPU: tensors of its LLM_TENSOR_LAYER_INPUT."""
+"""Tensors that llama.cpp always keeps on the host: its LLM_TENSOR_LAYER_INPUT."""
 _SPLIT_MODES = {"layer": lib.LLAMA_SPLIT_MODE_LAYER, "none": lib.LLAMA_SPLIT_MODE_NONE}
 _SIZE = re.compile(r"[\w.+x-]{1,16}")  # "0.5B", "30B-A3B", "8x7B"
 
@@ -56,7 +56,7 @@ def _on_progress(progress: float, user_data: Any) -> bool:
 
 
 class FIM(NamedTuple):
-    """Tokens to fill in the middle of a text. repository, file: before the name of a repository, or of a file; -1: none."""
+    """Tokens for filling in the middle. repository, file: precede the name of a repository, or of a file; -1: none."""
 
     prefix: int
     suffix: int
@@ -68,7 +68,7 @@ class FIM(NamedTuple):
 class Model:
     """A GGUF model in memory. It is a context manager.
 
-    Several threads may use its tokenizer, and any may close it. It is freed after its contexts and the calls under way.
+    Several threads may use its tokenizer, and any may close it. It is freed after its contexts and all calls under way.
     """
 
     def __init__(self, handle: Any, path: Path, on_host: Sequence[str] = (), rope: Rope | None = None) -> None:
@@ -121,12 +121,12 @@ class Model:
 
         n_gpu_layers: layers to offload; -1: all.
         tensor_split: each device's share of the layers; (): by free memory.
-        split_mode: "layer": each GPU has some of the layers; "none": one GPU has all of them.
-        main_gpu: that one, counted from 0; -1: the CPU, whatever there is.
+        split_mode: "layer": each GPU has some of the layers; "none": main_gpu has all.
+        main_gpu: counted from 0; -1: the CPU, even if there are GPUs.
         on_host: regular expressions for names of tensors that stay in host memory.
-        no_alloc: read the metadata only, to look at the geometry. Such a model cannot decode.
-        mtp: load the heads that predict further tokens, too.
-        rope: how positions turn keys and queries in all contexts of it; None: as the model was trained.
+        no_alloc: read only the metadata. Such a model cannot decode.
+        mtp: also load the heads that predict further tokens.
+        rope: RoPE settings of all contexts of the model; None: as it was trained.
         progress: called with 0.0 to 1.0.
 
         Raises UsageError and ModelError.
@@ -152,7 +152,7 @@ class Model:
         params.no_alloc = no_alloc
         params.load_mtp = mtp
         if no_alloc or (on_host and n_gpu):
-            # mapping the file would load the weights; and those that each batch copies to a GPU are to be pinned
+            # mapping the file would load the weights; and weights that each batch copies to a GPU must be pinned
             params.load_mode = lib.LLAMA_LOAD_MODE_NONE
         state = _Progress(progress or (lambda _: None))
         keep = ffi.new_handle(state)
@@ -171,7 +171,7 @@ class Model:
         return cls(out[0], path, on_host, rope)
 
     def close(self) -> None:
-        """Let go of the model, which is freed once nothing uses it. Harmless when called again."""
+        """Release the model, which is freed once nothing uses it. Harmless when called again."""
         self._handle = self._vocab = None
 
     def __enter__(self) -> Self:
@@ -184,7 +184,7 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> int:
-        """64 bits that tell models apart, of the files as they were at the first use, and of RoPE. Raises ModelError if they are gone."""
+        """64 bits that identify the model: its files at the first use, and RoPE settings. Raises ModelError if the files are gone."""
         try:
             own = fingerprint(self.path)
         except OSError as err:
@@ -193,7 +193,7 @@ class Model:
         return self.rope.mark(own)
 
     def meta(self, key: str) -> str | None:
-        """Return a metadata value of the file as text, None if it has no such key."""
+        """Return a metadata value of the file as text; None if it has no such key."""
         size = 256
         while True:
             buf = ffi.new("char[]", size)
@@ -203,7 +203,7 @@ class Model:
             size = n + 1
 
     def weights(self) -> list[Weight]:
-        """Return the tensors of the model, each with the device that it is on or, with no_alloc, would be on."""
+        """Return the tensors of the model and their devices; with no_alloc, the devices that loading would choose."""
         name, size, device = ffi.new("const char **"), ffi.new("uint64_t *"), ffi.new("int32_t *")
         res = []
         for i in range(lib.kvf_n_weight(self.handle)):
@@ -213,14 +213,14 @@ class Model:
         return res if host is None else self._planned(res, host)
 
     def takes_long_rope(self, n_ctx: int) -> bool:
-        """Return whether a context of so many positions has the long factors of RoPE, so that its keys are others."""
+        """Return whether a context of n_ctx positions uses the long factors of RoPE, which change its keys."""
         trained = self.meta(f"{self.meta('general.architecture')}.rope.scaling.original_context_length")
         return n_ctx > int(trained or self.n_ctx_train) and any(
             w.name.startswith("rope_factors_long") for w in self.weights()
         )
 
     def _planned(self, weights: list[Weight], host: int) -> list[Weight]:
-        """Return weights as they are with a GPU. llama.cpp has embeddings on the host, and those that make the logits on the GPU, too."""
+        """Return the weights as placed with a GPU. llama.cpp keeps embeddings on the host, and tied ones on the GPU, too."""
         tied = not any(w.name == "output.weight" for w in weights)
         res = []
         for weight in weights:
@@ -232,13 +232,13 @@ class Model:
 
     @property
     def n_reach(self) -> int:
-        """Positions that texts may have: as many as the model was trained on, or as RoPE is scaled to."""
+        """The longest context that suits the model: the trained one, or what RoPE is scaled to."""
         return self.rope.reach(self.n_ctx_train)
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantisation in a few words: "qwen2 0.5B Q4_K - Medium". llama.cpp guesses the size by the number of
-        layers; this is what the file says, else the number of parameters.
+        """Architecture, size and quantisation in a few words: "qwen2 0.5B Q4_K - Medium". llama.cpp guesses the size from the number
+        of layers; this takes the file's label, else the number of parameters.
         """
         buf = ffi.new("char[]", 256)
         lib.llama_model_desc(self.handle, buf, 256)
@@ -250,10 +250,9 @@ class Model:
 
     @property
     def refusal(self) -> str | None:
-        """Kind of a model that does not produce one token after another; None for one that does.
+        """The kind of a model that does not generate token by token: "encoder", "encoder-decoder", "diffusion" or "draft head".
 
-        It is "encoder", "encoder-decoder", "diffusion" or "draft head". An encoder whose context has no memory may also
-        give None.
+        None for a model that does, and for some encoders whose context has no memory.
         """
         arch = self.meta("general.architecture")
         if arch in _DRAFT_HEADS:
@@ -287,7 +286,7 @@ class Model:
         return n
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes of a token, perhaps only a part of a UTF-8 sequence. special: show special tokens, too."""
+        """Return the bytes of a token, possibly only a part of a UTF-8 sequence. special: show special tokens, too."""
         self._check_token(token)
         buf = ffi.new("char[]", 64)
         n = lib.llama_token_to_piece(self.vocab, token, buf, 64, 0, special)
@@ -309,7 +308,7 @@ class Model:
 
     @property
     def fim(self) -> "FIM | None":
-        """The tokens to fill in the middle of a text; None if the model has none."""
+        """The tokens for filling in the middle; None if the model has none."""
         if not self.has_tokenizer:
             return None
         found = FIM(
@@ -333,12 +332,12 @@ class Model:
             raise self._no_token(token)
 
     def ids(self, tokens: npt.ArrayLike) -> Tokens:
-        """Return token ids as (n,) int32. Raises UsageError unless all are of the vocabulary."""
+        """Return token ids as (n,) int32. Raises UsageError unless all are in the vocabulary."""
         given = np.asarray(tokens)
         if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
             msg = f"{str(tokens)[:100]!r} is not a list of token ids: give integers, such as [1, 2, 3]"
             raise errors.UsageError(msg)
-        wrong = given[(given < 0) | (given >= self.n_vocab)]  # before the cast, in which 2**32 would become 0
+        wrong = given[(given < 0) | (given >= self.n_vocab)]  # before the cast, which would turn 2**32 into 0
         if len(wrong):
             raise self._no_token(int(wrong[0]))
         return np.ascontiguousarray(given, np.int32)

@@ -1,4 +1,4 @@
-"""Notes of the calls under way: a second one is refused, and does not wait."""
+"""Notes of the calls under way: a second call is refused at once, and does not wait."""
 
 from collections.abc import Callable, Hashable
 from threading import get_ident
@@ -7,18 +7,18 @@ from typing import TypeVar
 R = TypeVar("R")
 
 Notes = dict[Hashable, tuple[int, object]]
-"""What is in use, each with the thread that uses it (threading.get_ident()) and a mark of its call."""
+"""The objects in use, each with its thread (threading.get_ident()) and a mark of its call."""
 
 
 class Taken(Exception):  # noqa: N818 (the caller says what is wrong)
-    """Another call uses the same."""
+    """Another call uses the same object."""
 
 
 def noted(notes: Notes, what: Hashable, call: Callable[[], R]) -> R:
-    """Make a call, with a note of what it uses for as long as it runs. Raises Taken if another call has such a note.
+    """Make a call, with a note while it runs that `what` is in use. Raises Taken if another call has noted it.
 
-    Ctrl-C may come between any two lines. A lock would be left held if it came between taking it and the `try`. So the note is
-    made in one step within the `try`, and removed in two places, of which Ctrl-C can skip one.
+    Ctrl-C may come between any two lines. Between taking a lock and the `try`, it would leave the lock held. So the note is made in
+    one step within the `try`, and removed in two places, because Ctrl-C can skip only one of them.
     """
     mine = get_ident(), object()
     try:

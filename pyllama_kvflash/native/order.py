@@ -1,4 +1,4 @@
-"""The order in which samplers are applied, in llama.cpp's names."""
+"""The order of samplers, by llama.cpp's names."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ _KNOWN = {name: name for name in _NAMES} | {name.replace("_", ""): name for name
 def order_of(given: str | Iterable[str]) -> tuple[str, ...]:
     """Return llama.cpp's own names of samplers. given: names, or one text with ; between them.
 
-    Raises UsageError for a name that is none, or that is there twice.
+    Raises UsageError for an unknown name, and for one given twice.
     """
     names = [name for name in given.split(";") if name.strip()] if isinstance(given, str) else list(given)
     res = tuple(_KNOWN.get(str(name).strip().lower().replace("-", "_"), "") for name in names)
@@ -28,5 +28,5 @@ def order_of(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def order_of_letters(letters: str) -> tuple[str, ...] | None:
-    """Return the names for llama.cpp's short form, such as "kpt"; None: it has another letter."""
+    """Return the names for llama.cpp's short form, such as "kpt"; None if it has an unknown letter."""
     return tuple(_LETTERS[c] for c in letters) if set(letters) <= set(_LETTERS) else None

@@ -1,4 +1,4 @@
-"""What no chunk holds of a sequence: a recurrent state, a sliding window."""
+"""The state of a sequence outside its chunks: a recurrent state, a sliding window."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ import numpy as np
 from pyllama_kvflash.native.lib import check, ffi, lib
 
 StateBytes = bytes | memoryview
-"""What no chunk holds of a sequence, as bytes."""
+"""A recurrent state or a sliding window, as bytes."""
 
 
 class PartialState:
-    """The part of a context that saves that state, puts it back, and hands it to another context of the model."""
+    """The part of a context that saves this state, restores it, and copies it to another context of the model."""
 
     seq: int
 
@@ -21,24 +21,24 @@ class PartialState:
         raise NotImplementedError
 
     def n_partial(self) -> int:
-        """Return the bytes of the state that no chunk holds (recurrent, sliding window); 0 for a plain cache."""
+        """Return the bytes of the state outside chunks (recurrent, sliding window); 0 for a plain cache."""
         size = ffi.new("size_t *")
         check(lib.kvf_partial_size(self.handle, self.seq, size))
         return int(size[0])
 
     def save_partial(self) -> StateBytes:
-        """Return the state that no chunk holds; it is empty for a plain cache."""
-        res = np.empty(self.n_partial(), np.uint8).data  # bytes would be written twice, and a 27B model has 150 MiB
+        """Return the state outside chunks; it is empty for a plain cache."""
+        res = np.empty(self.n_partial(), np.uint8).data  # `bytes` would be zeroed first, and a 27B model has 150 MiB
         check(lib.kvf_partial_get(self.handle, self.seq, ffi.from_buffer(res), len(res)))
         return res
 
     def restore_partial(self, state: StateBytes, pos: int) -> None:
-        """Go back to the first pos positions, with the state that save_partial() gave there. Raises NativeError."""
+        """Roll back to the first pos positions. state: the result of save_partial() there. Raises NativeError."""
         check(lib.kvf_partial_set(self.handle, self.seq, pos, ffi.from_buffer(state), len(state)))
 
     def take_partial(self, other: "PartialState", pos: int) -> None:
-        """Go back to the first pos positions, with the state that another context has of this sequence. Raises NativeError.
+        """Roll back to the first pos positions, with another context's state of this sequence. Raises NativeError.
 
-        Recurrent states stay on their device: through host memory, those of a 27B model take a quarter of a second.
+        Recurrent states are copied on their device: through host memory, a 27B model's would take a quarter of a second.
         """
         check(lib.kvf_partial_copy(other.handle, self.handle, self.seq, pos))

@@ -7,7 +7,7 @@ from pyllama_kvflash.native.lib import compute, ffi, init, lib
 
 
 def quantize(src: Path, dst: Path, ftype: str, n_threads: int) -> None:
-    """Write a GGUF of f32, f16 or bf16 in another type. Raises ModelError, and may then leave dst behind.
+    """Convert a GGUF of f32, f16 or bf16 to another type. Raises ModelError, and may then leave dst behind.
 
     ftype: a type that cffi_build.py declares, by llama-quantize's name in lower case.
     """

@@ -1,4 +1,4 @@
-"""RoPE for contexts longer than those a model was trained on. Names are llama.cpp's."""
+"""RoPE for contexts longer than a model's training. Names are llama.cpp's."""
 
 import hashlib
 from dataclasses import astuple, dataclass
@@ -8,25 +8,25 @@ from pyllama_kvflash.errors import UsageError, check_choice, check_range
 from pyllama_kvflash.native.lib import lib
 
 SCALINGS = ("", "none", "linear", "yarn")
-_MOST = 1 << 20  # of a scale and of a factor: no model has more
+_MOST = 1 << 20  # largest scale or factor: no model has more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """How positions turn keys and queries. What is not given is the model's.
+    """RoPE settings: how positions rotate keys and queries. Defaults are the model's.
 
-    "linear" divides positions by the scale (Chen et al. 2023, https://arxiv.org/abs/2306.15595); "yarn" does so only for dimensions that
-    turn slowly, and sharpens attention (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
+    "linear" divides positions by the scale (Chen et al. 2023, https://arxiv.org/abs/2306.15595); "yarn" does so only for dimensions
+    that rotate slowly, and sharpens attention (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
     """
 
     scaling: str = ""  # "none", "linear" or "yarn"; "": the model's, linear if it has none
-    scale: float = 0.0  # times the context that the model was trained on; 0: the model's
+    scale: float = 0.0  # context length as a multiple of the trained one; 0: the model's
     freq_base: float = 0.0  # the base of the frequencies; 0: the model's
-    orig_ctx: int = 0  # of YaRN: tokens of context that the model was trained on; 0: as its file says
-    ext_factor: float = -1.0  # of YaRN: the share of extrapolation, 0 is interpolation alone; -1: the model's, or 1
-    attn_factor: float = -1.0  # of YaRN: the magnitude of attention; -1: the model's, or 1
-    beta_slow: float = -1.0  # of YaRN: turns below which a dimension is interpolated; -1: the model's, or 1
-    beta_fast: float = -1.0  # of YaRN: turns above which it is not; -1: the model's, or 32
+    orig_ctx: int = 0  # YaRN: tokens of the trained context; 0: from the model's file
+    ext_factor: float = -1.0  # YaRN: the share of extrapolation, 0 is interpolation alone; -1: the model's, or 1
+    attn_factor: float = -1.0  # YaRN: the scale of attention; -1: the model's, or 1
+    beta_slow: float = -1.0  # YaRN: dimensions with fewer rotations are interpolated; -1: the model's, or 1
+    beta_fast: float = -1.0  # YaRN: dimensions with more rotations are not interpolated; -1: the model's, or 32
 
     def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
@@ -53,7 +53,7 @@ class Rope:
                     raise UsageError(msg)
 
     def apply(self, params: Any) -> None:
-        """Write it to a llama_context_params."""
+        """Write the settings to a llama_context_params."""
         if self.scaling:
             params.rope_scaling_type = getattr(lib, f"LLAMA_ROPE_SCALING_TYPE_{self.scaling.upper()}")
         params.rope_freq_base = self.freq_base
@@ -63,11 +63,11 @@ class Rope:
             setattr(params, f"yarn_{name}", getattr(self, name))
 
     def reach(self, n_ctx_train: int) -> int:
-        """Return for how many positions it is meant. n_ctx_train: tokens of context that the model was trained on."""
+        """Return the context length that these settings are meant for. n_ctx_train: the model's trained context."""
         return round((self.orig_ctx or n_ctx_train) * self.scale) if self.scale > 1 else n_ctx_train
 
     def mark(self, fingerprint: int) -> int:
-        """Return the fingerprint of a model, another one if its keys are others with this. 64 bits."""
+        """Return a model's fingerprint, combined with these settings if they change its keys. 64 bits."""
         if self == Rope():
             return fingerprint
         own = fingerprint.to_bytes(8, "little") + repr(astuple(self)).encode()

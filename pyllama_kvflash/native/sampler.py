@@ -17,9 +17,9 @@ from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.order import order_of
 
 MAX_BIASES = 1024  # tokens of a logit_bias
-MAX_PROBS = 1024  # likely tokens that are told with each token of an answer
-MAX_BREAKERS = 32  # of DRY: llama.cpp compares each with every token of the vocabulary
-MAX_BREAKER_BYTES = 40  # it takes no more of them
+MAX_PROBS = 1024  # likely tokens reported with each token of an answer
+MAX_BREAKERS = 32  # of DRY: llama.cpp compares each one with every token of the vocabulary
+MAX_BREAKER_BYTES = 40  # of each one: llama.cpp's limit
 RANGES: dict[str, tuple[type[int | float], float, float]] = {
     "repeat_last_n": (int, 0, 2**20),
     "dry_multiplier": (float, 0, 100),
@@ -37,29 +37,29 @@ RANGES: dict[str, tuple[type[int | float], float, float]] = {
     "mirostat_tau": (float, 0, 100),
     "mirostat_eta": (float, 0, 100),
 }
-"""Fields of Sampling that the protocols have as they are: each with its type, its least and its largest value."""
+"""Fields of Sampling that the protocols pass on unchanged, each with its type, least and largest value."""
 
 _COLD = 2.0**-30
-"""A temperature below it is greedy. Logits are float32: those of 1 or more that differ do so by 2^-23 or more, and that
-divided by this is 128, where exp(-128) is 0 in float32: a draw takes the most likely token, too. Divided by far less, logits
-are infinite, their differences are not numbers, and any token is drawn."""
+"""Temperatures below this are greedy. Distinct float32 logits of 1 or more differ by at least 2^-23. Divided by this, that is
+128, and exp(-128) is 0 in float32: a draw would take the most likely token, too. At much lower temperatures logits become
+infinite, their differences NaN, and any token could be drawn."""
 
 _LOWEST = 2.0**-22
-"""Share of the highest dynamic temperature below which none goes: to float32 it is all but 0, and logits stay finite."""
+"""The lowest dynamic temperature, as a share of the highest: practically 0 in float32, but logits stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Settings that choose the next token. Names and defaults are llama.cpp's.
+    """Settings for choosing the next token. Names and defaults are llama.cpp's.
 
-    temperature 0, or so near to 0 that only the most likely token has a chance: greedy. top_k 0, top_p 1, min_p 0,
-    repeat_penalty 1, frequency_penalty and presence_penalty 0: off. So are typical_p 1, top_n_sigma 0 or below, xtc_probability
-    0, dry_multiplier 0, dynatemp_range 0 and mirostat 0, as they are by default.
-    samplers: the order in which they are applied, as names or as one text with ; between them. One that is left out is not
-    applied. mirostat takes the place of all of them but the temperature.
-    logit_bias: (token, what is added to its logit). grammar: what the answer keeps to, as GBNF or a Grammar; "": nothing
-    (json_grammar() makes one of a JSON schema). seed None: a random one. n_probs: how likely each token was by the logits, and
-    how likely the n most likely ones, 1,024 at most; None: do not look. logit_bias has 1,024 tokens at most.
+    temperature 0, or so close to 0 that only the most likely token has a chance: greedy. These values turn a sampler off: top_k 0,
+    top_p 1, min_p 0, repeat_penalty 1, frequency_penalty and presence_penalty 0, and the defaults of typical_p, top_n_sigma,
+    xtc_probability, dry_multiplier, dynatemp_range and mirostat.
+    samplers: their order, as names or as one text with ; between them. Samplers left out are not applied. mirostat replaces all of
+    them except the temperature.
+    logit_bias: (token, bias added to its logit), 1,024 at most. grammar: a constraint of the answer, as GBNF or a Grammar; "": none
+    (json_grammar() makes one from a JSON schema). seed None: a random one. n_probs: report the probability of each token, and of the
+    n most likely ones, by the raw logits; 1,024 at most; None: report none.
 
     Raises UsageError for a value out of range.
     """
@@ -69,28 +69,30 @@ class Sampling:
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_penalty: float = 1.0
-    repeat_last_n: int = 64  # last tokens that repeat_penalty and the others penalize; 0: off
-    frequency_penalty: float = 0.0  # for each time that a token was generated; 0: off
-    presence_penalty: float = 0.0  # for tokens already generated; 0: off
-    dry_multiplier: float = 0.0  # what DRY takes from a token that would repeat a sequence of the text; 0: off
-    dry_base: float = 1.75  # so many times that for each token by which the sequence is longer than is allowed
-    dry_allowed_length: int = 2  # tokens of a sequence that may be repeated
-    dry_penalty_last_n: int = 64  # last tokens, of the prompt too, among which DRY looks for repetitions; 0: off
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")  # texts that no repeated sequence has in it
-    top_n_sigma: float = -1.0  # how many standard deviations a logit may be below the largest one; 0 or below: off
-    typical_p: float = 1.0  # share of the probability for tokens about as surprising as is expected; 1: off
-    min_keep: int = 0  # fewest tokens that top_p, min_p, typical_p and XTC leave
-    xtc_probability: float = 0.0  # how often XTC leaves out likely tokens; 0: never
-    xtc_threshold: float = 0.1  # probability of a likely token to XTC, which keeps the least of them; above 0.5: off
-    dynatemp_range: float = 0.0  # how far from temperature it goes, the lower, the surer the model is; 0: it stays
+    repeat_last_n: int = 64  # last tokens considered by repeat_penalty, frequency_penalty and presence_penalty; 0: off
+    frequency_penalty: float = 0.0  # penalty for each earlier occurrence of a token in the answer; 0: off
+    presence_penalty: float = 0.0  # penalty for tokens already in the answer; 0: off
+    dry_multiplier: float = 0.0  # DRY's penalty for a token that would repeat a sequence of the text; 0: off
+    dry_base: float = 1.75  # factor of that penalty for each token beyond dry_allowed_length
+    dry_allowed_length: int = 2  # longest sequence that may be repeated without penalty, in tokens
+    dry_penalty_last_n: int = 64  # last tokens, of the prompt too, in which DRY looks for repetitions; 0: off
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")  # texts at which a repeated sequence ends
+    top_n_sigma: float = -1.0  # keep logits within so many standard deviations of the largest one; 0 or below: off
+    typical_p: float = 1.0  # keep this share of the probability, in tokens of typical surprise; 1: off
+    min_keep: int = 0  # the fewest tokens that top_p, min_p, typical_p and XTC keep
+    xtc_probability: float = 0.0  # how often XTC removes likely tokens; 0: never
+    xtc_threshold: float = (
+        0.1  # XTC removes tokens of at least this probability, except the least likely; above 0.5: off
+    )
+    dynatemp_range: float = 0.0  # temperature varies by up to this, lower when the model is confident; 0: constant
     dynatemp_exponent: float = 1.0  # how the temperature follows the entropy
     mirostat: int = 0  # 1 or 2: keep the surprise of the answer at mirostat_tau; 0: off
-    mirostat_tau: float = 5.0  # the surprise of a token that mirostat aims at, in bits
-    mirostat_eta: float = 0.1  # how fast mirostat learns
+    mirostat_tau: float = 5.0  # mirostat's target surprise of a token, in bits
+    mirostat_eta: float = 0.1  # mirostat's learning rate
     samplers: str | tuple[str, ...] = "penalties;dry;top_n_sigma;top_k;typ_p;top_p;min_p;xtc;temperature"
-    """The order of samplers; one that is left out is not applied."""
+    """The order of samplers. Those left out are not applied."""
     ignore_eos: bool = False  # never draw a token that ends the answer
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); 15043+1, 15043-inf in text
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias added to its logit); 15043+1, 15043-inf in text
     grammar: str | Grammar = ""
     seed: int | None = None
     n_probs: int | None = None
@@ -123,12 +125,12 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether what was said before changes what is likely."""
+        """Whether earlier tokens change the probabilities, by a penalty."""
         return self.repeat_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Which of the samplers change anything, in their order."""
+        """The samplers that have an effect, in their order."""
         off = {
             "penalties": not self.penalises,
             "dry": not (self.dry_multiplier and self.dry_penalty_last_n),
@@ -144,15 +146,15 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is left to chance: of the tokens that the other samplers leave, the most likely one is taken."""
+        """Whether sampling is deterministic: it takes the most likely of the tokens that the samplers keep."""
         cold = self.temperature + (0 if self.mirostat else self.dynatemp_range) < _COLD
         names = self.active
         return cold and "temperature" in names and "xtc" not in names[: names.index("temperature")]
 
 
 _DEFAULT_SEED = 0xFFFFFFFF  # makes llama.cpp draw one
-_MIROSTAT_M = 100  # likely tokens by which mirostat 1 estimates; llama.cpp's
-_CHANGING = {"penalties", "dry", "typ_p"}  # samplers after which another token may be the most likely one
+_MIROSTAT_M = 100  # likely tokens from which mirostat 1 estimates; llama.cpp's
+_CHANGING = {"penalties", "dry", "typ_p"}  # samplers that can change which token is the most likely
 
 
 class Sampler:
@@ -182,14 +184,14 @@ class Sampler:
         lib.llama_sampler_chain_add(self._handle, smpl)
 
     def read(self, tokens: Tokens) -> None:
-        """Take note of the text (n,) before the answer: DRY looks for repetitions of it, too. Penalties are for the answer."""
+        """Read the text (n,) before the answer, in which DRY looks for repetitions, too. Penalties count only the answer."""
         if self._dry_at is not None:
             dry = lib.llama_sampler_chain_get(self._handle, self._dry_at)
             for token in tokens[-self._n_dry :].tolist():
                 lib.llama_sampler_accept(dry, token)
 
     def fork(self) -> Self:
-        """Return a sampler that is where this one is: given the same logits, it draws the same tokens from here on."""
+        """Return a copy in the same state: given the same logits, it draws the same tokens from here on."""
         res = copy(self)
         res._handle = _clone(self._handle)  # noqa: SLF001
         if self._grammar:
@@ -198,10 +200,9 @@ class Sampler:
         return res
 
     def sample(self, ctx: Context, i: int = -1) -> int:
-        """Choose a token from the logits of the sequence's token i in the last batch (-1: its last), and record it in the
-        chain.
+        """Choose a token from the logits of the sequence's token i in the last batch (-1: its last), and record it in the chain.
 
-        Raises BadLogitsError (NaN, for example), NativeError and UsageError (the grammar lets nothing through that the model has).
+        Raises BadLogitsError (NaN, for example), NativeError and UsageError (the grammar allows no token of the vocabulary).
         """
         output = ctx.output
         # llama.cpp's sampler copies all candidates first: a few percent of a step on a GPU
@@ -216,8 +217,8 @@ class Sampler:
         return int(self._token[0])
 
     def probs(self, ctx: Context, token: int, i: int = -1) -> tuple[float, tuple[tuple[int, float], ...]] | None:
-        """Return how likely a token was by the logits of token i of the last batch, before anything was done to them, and how
-        likely the most likely ones were, in logarithms; None: that was not asked for.
+        """Return the log-probability of a token, and those of the most likely tokens, by the raw logits of token i of the last batch.
+        None if n_probs is None.
         """
         if self._n_probs is None:
             return None
@@ -229,7 +230,7 @@ class Sampler:
 
 
 def top_probability(ctx: Context, i: int = -1) -> float:
-    """Return the probability of the most likely token by the logits of the sequence's token i in the last batch (-1: its last), to a part in
+    """Return the probability of the most likely token after the sequence's token i in the last batch (-1: its last), to 1 part in
     10,000. Raises BadLogitsError (NaN, for example).
     """
     output, res = ctx.output, ffi.new("float *")
@@ -241,9 +242,9 @@ _BLOCK = 64
 
 
 def most(values: npt.NDArray[np.float32], n: int) -> npt.NDArray[np.intp]:
-    """Return where the n largest of values (m,) are, the largest first; all of them if they are fewer.
+    """Return the indices of the n largest of values (m,), the largest first; of all if they are fewer.
 
-    Sorts little: the n-th largest of the maxima of blocks leaves a few candidates.
+    Sorts only few: values below the n-th largest block maximum are excluded first.
     """
     n, n_blocks = min(n, len(values)), len(values) // _BLOCK
     if n == 0:
@@ -256,7 +257,7 @@ def most(values: npt.NDArray[np.float32], n: int) -> npt.NDArray[np.intp]:
 
 
 def check_ends(sampling: Sampling) -> None:
-    """Raise UsageError if an answer may not end where its grammar does."""
+    """Raise UsageError if ignore_eos would keep an answer from ending where its grammar does."""
     if sampling.ignore_eos and sampling.grammar:
         msg = "`ignore_eos` and a grammar cannot be combined: an answer ends where its grammar does"
         raise errors.UsageError(msg)
@@ -277,13 +278,13 @@ def _check_breakers(breakers: tuple[str, ...]) -> None:
 
 
 def _needed(sampling: Sampling) -> tuple[str, ...]:
-    """Return the samplers without which another token may be chosen, in their order."""
+    """Return the samplers that can change the chosen token, in their order."""
     if sampling.mirostat:
         return () if sampling.greedy else ("temperature",)
     if not sampling.greedy:
         return sampling.active
     names = sampling.active[: sampling.active.index("temperature")]
-    while names and names[-1] not in _CHANGING:  # it leaves the most likely token where it is
+    while names and names[-1] not in _CHANGING:  # it never changes the most likely token
         names = names[:-1]
     return names
 
@@ -321,11 +322,11 @@ _MAKE: dict[str, Callable[[Sampling, Model], Any]] = {
     "xtc": lambda s, _: lib.llama_sampler_init_xtc(s.xtc_probability, s.xtc_threshold, s.min_keep, _seed(s)),
     "temperature": _temperature,
 }
-"""Makes llama.cpp's sampler of a name."""
+"""Functions that make llama.cpp's samplers, by name."""
 
 
 def _draw(s: Sampling, model: Model) -> Any:
-    """Return a new sampler that chooses among what the others leave."""
+    """Return a new sampler that chooses among the tokens that the others keep."""
     if s.greedy:
         return lib.llama_sampler_init_greedy()
     if s.mirostat == 1:
@@ -340,7 +341,7 @@ def _seed(sampling: Sampling) -> int:
 
 
 def _biases(sampling: Sampling, model: Model) -> list[tuple[int, float]]:
-    """Return what is added to which logits, no token twice."""
+    """Return the logit biases by token, each token once."""
     for token, _ in sampling.logit_bias:
         if not 0 <= token < model.n_vocab:
             msg = f"logit_bias is for token {token:,}: ids are 0 to {model.n_vocab - 1:,}"

@@ -20,8 +20,8 @@ class Speculator:
         kind: llama.cpp's name, such as "draft-simple".
         n_max: most tokens of a draft.
         n_gram: tokens that an n-gram looks up.
-        window: positions that the drafter remembers.
-        p_min: a token that the drafter finds less likely ends the draft.
+        window: positions of the drafter's context.
+        p_min: a token that the drafter gives a lower probability ends the draft.
 
         Raises UnsupportedError (the drafter is of another type, or for another target) and NativeError.
         """
@@ -36,38 +36,38 @@ class Speculator:
         self._n = ffi.new("int32_t *")
 
     def close(self) -> None:
-        """Let go of the native drafter. Harmless when called again."""
+        """Release the native drafter. Harmless when called again."""
         self._handle = ffi.NULL
 
     def listen(self, target: Context, on: bool) -> None:  # noqa: FBT001 (a switch)
-        """Switch on or off whether a context of the target's model outputs the layers that the drafter reads.
+        """Switch on or off, for a context of the target's model, the output of the features that the drafter reads.
 
-        At first it is on for the target. Off suits batches that are not processed.
+        Initially it is on for the target. Switch it off for batches that are not passed to process().
         """
         check(lib.kvf_spec_listen(self._handle, target.handle, on))
 
     def begin(self, tokens: Tokens) -> None:
-        """Start a new sequence, of which the tokens (n,) int32 are decoded."""
+        """Start a new sequence with these decoded tokens (n,) int32."""
         check(lib.kvf_spec_begin(self._handle, _pointer(tokens), len(tokens)))
 
     def process(self, target: Context, tokens: Tokens, pos: int) -> None:
-        """Pass on the tokens (n,) int32 that a context of the target's model has just decoded at pos, pos + 1, ...
+        """Let the drafter read tokens (n,) int32 that a context of the target's model has just decoded at pos, pos + 1, ...
 
-        What the drafter had from pos on is discarded.
+        The drafter's earlier tokens from pos on are discarded.
         """
         compute(lib.kvf_spec_process, self._handle, target.handle, pos, _pointer(tokens), len(tokens))
 
     def draft(self, tokens: Tokens, n_kept: int, n_max: int) -> Tokens:
-        """Return at most n_max tokens, (m,) int32, that may come next.
+        """Draft at most n_max tokens, (m,) int32.
 
-        They follow the first n_kept tokens of the last call's sequence (or of begin()'s) and then tokens (n,) int32,
+        They continue the first n_kept tokens of the last call's sequence (or of begin()'s), followed by tokens (n,) int32,
         the last of which is not decoded yet.
         """
         compute(lib.kvf_spec_draft, self._handle, n_kept, _pointer(tokens), len(tokens), n_max, self._draft, self._n)
         return np.frombuffer(ffi.buffer(self._draft, 4 * self._n[0]), np.int32).copy()
 
     def accept(self, n: int) -> None:
-        """Report that the first n tokens of the last draft were right."""
+        """Report that the first n tokens of the last draft were accepted."""
         check(lib.kvf_spec_accept(self._handle, n))
 
 

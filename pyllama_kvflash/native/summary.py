@@ -34,12 +34,12 @@ class Summaries:
       the mean length of its keys;
     - "mean"; "direction": the mean scaled to length 1; "rows": all keys.
 
-    One thread may score while another appends, because existing entries do not change. A summary depends on the
-    record's bytes alone.
+    One thread may score while another appends, because existing entries do not change. A summary depends only on the
+    record's bytes.
     """
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, kind: str) -> None:
-        """layers: of a pooled context whose chunks have n_chunk positions. Raises UsageError and UnsupportedError."""
+        """layers: of a pooled context. n_chunk: positions of a chunk. Raises UsageError and UnsupportedError."""
         match = re.fullmatch(r"(?:(centroid):(\d{1,2}))|(mean|direction|rows)", kind)
         if match is None:
             msg = f"{kind!r} is not a summary of keys: give centroid:N, mean, direction or rows"
@@ -55,9 +55,7 @@ class Summaries:
         self._shapes = [(layer.n_head, layer.n_embd_head_k) for layer in layers]
         self._sizes = [self._size(layer) for layer in self._layers]
         self._slabs: list[list[npt.NDArray[np.uint16]]] = []
-        self._places: dict[
-            int, tuple[int, Any]
-        ] = {}  # by layer: the number of slabs, and their addresses as C wants them
+        self._places: dict[int, tuple[int, Any]] = {}  # by layer: the number of slabs, and their addresses for C
         self._n = 0
 
     def _size(self, layer: Any) -> int:
@@ -84,14 +82,14 @@ class Summaries:
         return 2 * sum(self._sizes) / SLAB
 
     def reserve(self, n: int) -> None:
-        """Allocate memory for the first n chunks. Several threads may call it, which may take one slab more. Raises
+        """Allocate memory for the first n chunks. Several threads may call it; they may allocate a slab too many. Raises
         MemoryError.
         """
         while len(self._slabs) * SLAB < n:
             self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # zeros() would commit later
 
     def put(self, chunk: int, record: Record) -> None:
-        """Summarise the record (record_bytes,) uint8 of the next chunk, or of an existing one anew. Raises UsageError."""
+        """Summarise the record (record_bytes,) uint8 of the next chunk, or an earlier chunk again. Raises UsageError."""
         if not 0 <= chunk <= self._n:
             msg = f"chunk {chunk} is summarised, where {self._n} is next"
             raise UsageError(msg)
@@ -100,22 +98,20 @@ class Summaries:
         self._n = max(self._n, chunk + 1)
 
     def put_all(self, n: int, record: Callable[[int], Record], threads: Executor) -> None:
-        """Summarise those of the first n chunks that have no summary yet, in threads. record: returns the record of a
-        chunk.
-        """
+        """Make the missing summaries of the first n chunks, in threads. record: returns the record of a chunk."""
         self.reserve(n)
         deque(threads.map(lambda chunk: self._write(chunk, record(chunk)), range(self._n, n)), maxlen=0)
         self._n = max(self._n, n)
 
     def _write(self, chunk: int, record: Record) -> None:
-        # all layers in one call: threads that take and leave the interpreter's lock often hold up the one that computes
+        # all layers in one call: taking and releasing the interpreter's lock often would slow the computing thread down
         slab, at = divmod(chunk, SLAB)
         src, layers, n_chunk = ffi.from_buffer(record), self._layers, self._n_chunk
         to = [ffi.from_buffer("uint16_t[]", rows) for rows in self._slabs[slab]]
         check(lib.kvf_summarise(layers, len(layers), n_chunk, src, len(record), self._kind, self._n_row, to, at, SLAB))
 
     def truncate(self, n: int) -> None:
-        """Forget all summaries but those of the first n chunks."""
+        """Keep only the summaries of the first n chunks."""
         self._n = min(self._n, n)
         del self._slabs[-(-self._n // SLAB) :]
         self._places.clear()
@@ -149,10 +145,10 @@ class Summaries:
         """Return each chunk's share of the attention, summed over heads, among the first n chunks: (len(layers), n)
         float32.
 
-        A row of a summary counts once for each key that it stands for.
+        A row of a summary counts once for each key that it represents.
 
         queries: (n_query, n_head, n_embd_head_k) for each of the layers; of several queries, the largest share counts.
-        scales: factor of the products in each layer.
+        scales: the factor of q·k in each layer.
         """
         n = self._n if n is None else n
         qs = [np.ascontiguousarray(q, np.float32) for q in queries]
@@ -201,7 +197,7 @@ class Summaries:
 
 
 class Keys:
-    """All keys of chunks, read from their records on demand: exact, and the slower the more keys there are."""
+    """All keys of chunks, read from their records on demand: exact, but slow for many keys."""
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, record: Callable[[int], Record]) -> None:
         """record: returns the record of a chunk."""

@@ -1,4 +1,4 @@
-"""What is wrong with the files of a model: read only if llama.cpp does not load it, for it names neither sizes nor parts."""
+"""Diagnose the files of a model that llama.cpp does not load: its own errors name neither sizes nor parts."""
 
 import stat
 from pathlib import Path
@@ -14,14 +14,14 @@ _OTHERS = {
     (b"general.architecture", b"clip"): _PROJECTOR,
     (b"general.architecture", b"controlvector"): "a control vector, which is not supported: give the model alone",
 }
-"""What a file is that is not a model, by a key and its value."""
+"""Kinds of GGUF files that are not models, by a key and its value."""
 
-_PADDING = 1 << 16  # most bytes of zeros after a file that is joined to another one
+_PADDING = 1 << 16  # most zero bytes between two files that were joined
 _FOREIGN = "is of another model, or of another conversion: download all parts from one place"
 
 
 def why_unloadable(path: Path) -> str:
-    """Return what is wrong with a model's files, and what to do; "" if nothing is, or this cannot be told."""
+    """Return the fault of a model's files, and the remedy; "" if there is no fault, or it is unknown."""
     try:
         header = Header.read(path)
     except ValueError:
@@ -37,7 +37,7 @@ def why_unloadable(path: Path) -> str:
 
 
 def _why_not_first(path: Path, header: Header) -> str:
-    """Return why a part is not the first one, under its name."""
+    """Return why a file is not a first part under its proper name; "" if it is."""
     no, n = header.split
     name = SPLIT.fullmatch(path.name)
     end = f"-{no + 1:05}-of-{n:05}.gguf"
@@ -63,7 +63,7 @@ def _is_joined(path: Path, header: Header) -> bool:
 
 
 def _why_not_whole(path: Path, first: Header) -> str:
-    """Return what is wrong with one of the parts."""
+    """Return the fault of one of the parts; "" if there is none, or it is unknown."""
     n, seen = first.split[1], set[bytes]()
     for i, name in enumerate(parts(str(path))):
         part = Path(name)
@@ -87,7 +87,7 @@ def _why_not_whole(path: Path, first: Header) -> str:
 
 
 def _why_not_part(header: Header, first: Header, i: int, path: Path) -> str:
-    """Return why a file is not part i, from 0, of the model that a first part is of."""
+    """Return why a file is not part i, from 0, of the same model as the first part; "" if it is."""
     (no, n), wanted = header.split, first.split[1]
     if n == 1:
         return "is a model of one file: put the part in its place"
@@ -104,7 +104,7 @@ def _why_not_part(header: Header, first: Header, i: int, path: Path) -> str:
 
 
 def _damage(path: Path) -> str:
-    """Return what is wrong with a file by itself, and what to do; "" if it is whole, or this cannot be told."""
+    """Return the fault of a single file, and the remedy; "" if it is complete, or the fault is unknown."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
