@@ -477,6 +477,7 @@ def test_without_checkpoints_only_all_can_be_saved(opened: Open, snap: Path, nam
     assert kv.n_tokens == 0
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.usefixtures("cut_always")
 @pytest.mark.parametrize("name", STATEFUL)
 def test_where_a_restored_text_ended_is_no_checkpoint(opened: Open, snap: Path, name: str) -> None:
