@@ -28,7 +28,7 @@ __all__ = ["OUTTYPES", "Drafter", "Plan", "Source", "Target", "find_source", "re
 _LLAMA_TYPES = (
     *("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
     *("iq4_nl", "iq4_xs"),
-)  # types that llama.cpp's quantiser makes from a file of another type
+)  # types made by llama.cpp's quantiser, from a file of another type
 OUTTYPES = ("auto", *TYPES, *_LLAMA_TYPES)
 """Types of matrices. "auto": the stored type, bf16 or f16."""
 
@@ -39,7 +39,7 @@ _STORED = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 class Plan:
     """A drafter that can be written.
 
-    target: None: the drafter is only looked at.
+    target: None: the drafter is only inspected.
     stored: the type of its matrices, of TYPES.
     """
 
@@ -72,7 +72,7 @@ def resolve(source: Source, target: Path | None) -> Plan:
 
 
 def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = lambda _: None) -> None:
-    """Write a plan to a file, whole or not at all.
+    """Write a plan to a file atomically.
 
     outtype: one of OUTTYPES.
     progress: called with 0.0 to 1.0.
@@ -105,10 +105,10 @@ def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = 
 
 
 def _quantized(plan: Plan, new: Replacement, outtype: str, progress: Progress) -> None:
-    """Write a file of a type that llama.cpp makes from another file."""
+    """Write a file of a type that llama.cpp's quantiser makes."""
     from pyllama_kvflash.native import quantize  # noqa: PLC0415 (all other types need no compiled part)
 
-    stored = Replacement(new.target)  # never put in its place
+    stored = Replacement(new.target)  # only a temporary file, never renamed
     try:
         write_file(stored.path, _contents(plan, plan.stored), plan.stored, progress)
         quantize(stored.path, new.path, outtype, os.cpu_count() or 1)

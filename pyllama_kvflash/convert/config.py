@@ -24,8 +24,8 @@ class Found(NamedTuple):
 class Config:
     """The values of a config.json. A key with a dot is inside an object: "dflash_config.block_size".
 
-    Getters take several keys and use the first that is there and not null. They raise ModelError, with the key, for a
-    value of another type, and for a missing one unless the getter says what it returns then.
+    Getters take several keys and use the first that exists and is not null. They raise ModelError, with the key, for a
+    value of another type, and for a missing key unless the getter documents a default.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Config:
         return cls(path, values)
 
     def find(self, *keys: str) -> Found | None:
-        """Return the value of the first key that is there, None if none is."""
+        """Return the value of the first key that exists; None if none does."""
         for key in keys:
             value: Any = self.values
             for part in key.split("."):
@@ -65,7 +65,7 @@ class Config:
         return None
 
     def need(self, *keys: str) -> Found:
-        """Return the value of the first key that is there. Raises ModelError if none is."""
+        """Return the value of the first key that exists. Raises ModelError if none does."""
         found = self.find(*keys)
         if found is None:
             others = f" (nor {', '.join(keys[1:])})" if keys[1:] else ""
@@ -78,11 +78,11 @@ class Config:
         return self._checked(_whole(low), f"a whole number from {low} on", self.need(*keys))
 
     def maybe_size(self, *keys: str, low: int = 1) -> int | None:
-        """Return a whole number >= low, None if there is none."""
+        """Return a whole number >= low; None if the key is missing."""
         return self.size(*keys, low=low).value if self.find(*keys) else None
 
     def maybe_number(self, *keys: str) -> float | None:
-        """Return a finite number, None if there is none."""
+        """Return a finite number; None if the key is missing."""
         found = self.find(*keys)
         return float(self._checked(_finite, "a number", found).value) if found else None
 
@@ -91,12 +91,12 @@ class Config:
         return float(self._checked(lambda v: _finite(v) and v > 0, "a number above 0", self.need(*keys)).value)
 
     def flag(self, *keys: str) -> bool | None:
-        """Return true or false, None if there is none."""
+        """Return true or false; None if the key is missing."""
         found = self.find(*keys)
         return bool(self._checked(lambda v: isinstance(v, bool), "true or false", found).value) if found else None
 
     def maybe_text(self, *keys: str) -> str | None:
-        """Return a string, None if there is none."""
+        """Return a string; None if the key is missing."""
         found = self.find(*keys)
         return str(self._checked(_printable, "a string", found).value) if found else None
 
@@ -110,7 +110,7 @@ class Config:
         )
 
     def maybe_texts(self, *keys: str) -> Found | None:
-        """Return a list of strings, None if there is none."""
+        """Return a list of strings; None if the key is missing."""
         found = self.find(*keys)
         good = lambda v: isinstance(v, list) and all(map(_printable, v))  # noqa: E731
         return self._checked(good, "a list of strings", found) if found else None

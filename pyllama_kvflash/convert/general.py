@@ -1,4 +1,4 @@
-"""The general.* keys, who made a drafter and what it is called: from its name and the head of its README.md."""
+"""The general.* keys (author, name and so on of a drafter), from its name and the front matter of its README.md."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from pyllama_kvflash.convert.source import Source
 
 
 def general_keys(gguf: Any, source: Source, n_params: int) -> dict[str, tuple[Any, Any, Any]]:
-    """Return the keys that gguf's own heuristics give. A README.md that they cannot take is left out."""
+    """Return the keys by gguf's own heuristics. A README.md that these cannot handle is ignored."""
     for card in (_card(gguf, source.folder), {}):
         try:
             return _keys(gguf, source.name, card, n_params)
@@ -17,7 +17,7 @@ def general_keys(gguf: Any, source: Source, n_params: int) -> dict[str, tuple[An
 
 
 def _card(gguf: Any, folder: Path) -> dict[str, Any]:
-    """Return the entries at the head of a folder's README.md that are texts or lists of texts."""
+    """Return the texts and lists of texts in the front matter of a folder's README.md."""
     try:
         found = gguf.Metadata.load_model_card(folder)
     except Exception:  # noqa: BLE001 (YAML's errors, and those of the system)

@@ -1,4 +1,4 @@
-"""Write a drafter to a GGUF file: whole or not at all, a few rows at a time, checking every weight."""
+"""Write a drafter to a GGUF file: atomically, a few rows at a time, checking every weight."""
 
 import math
 import shutil
@@ -33,9 +33,7 @@ _HEADER = 1 << 20  # most bytes of padding and tensor infos
 
 
 class Contents(NamedTuple):
-    """The contents of a file. keys: "general.type" and so on, each with its value, type and item type as gguf has
-    them.
-    """
+    """The contents of a file. keys: "general.type" and so on, each with its value, and gguf's type and item type."""
 
     keys: dict[str, tuple[Any, Any, Any]]
     tensors: list[Tensor]
@@ -84,7 +82,7 @@ def _close(file: Any) -> None:
 
 
 def tensor_type(gguf: Any, tensor: Tensor, outtype: str) -> Any:
-    """Return the type to write a tensor in: as upstream's converter, f16 if a row is not a whole number of blocks."""
+    """Return the type for writing a tensor. As in upstream's converter, it is f16 if a row is not a whole number of blocks."""
     kinds = gguf.GGMLQuantizationType
     if tensor.values is not None and tensor.values.dtype == np.int64:
         return kinds.I64
@@ -121,9 +119,7 @@ def _chunks(gguf: Any, tensor: Tensor, kind: Any) -> Iterator[npt.NDArray[Any]]:
 
 
 def _rows(tensor: Tensor) -> Iterator[tuple[npt.NDArray[np.float32], int]]:
-    """Yield rows (n, width) float32 of a stored tensor with the number of the first. A vector has rows of one
-    element.
-    """
+    """Yield rows (n, width) float32 of a stored tensor, with the index of the first. A vector has rows of one element."""
     stored = tensor.stored
     if stored is None:
         return

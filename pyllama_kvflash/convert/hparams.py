@@ -20,7 +20,7 @@ DFLASH = ("DFlashDraftModel", "DFlash2DraftModel")
 DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel", "LingDSparkModel")
 GEMMA = "Gemma4DSparkModel"
 
-_ELSEWHERE = {  # architectures of arch dflash that pack or name their weights in their own way
+_ELSEWHERE = {  # dflash architectures with a different packing or naming of weights
     "DeepseekV4DSparkModel",
     "DeepseekV4ForCausalLM",
     "MuseGlimmerAssistantModel",
@@ -30,7 +30,7 @@ _BLOCK = re.compile(r"layers\.([0-9]{1,9})\.")
 
 
 class Size(NamedTuple):
-    """A dimension and the words that name it in messages: ("intermediate_size", 128)."""
+    """A dimension, with its name for messages: ("intermediate_size", 128)."""
 
     key: str
     value: int
@@ -63,7 +63,7 @@ class Drafter:
 
     @property
     def n_rot(self) -> int:
-        """Number of elements of a head that are rotated."""
+        """The number of elements of a head that RoPE rotates."""
         n = self.keys.get("rope.dimension_count")
         return n if isinstance(n, int) else self.size("head_dim")
 
@@ -141,7 +141,7 @@ def _architecture(config: Config) -> str:
 
 
 def _refuse(config: Config, weights: Weights, *, gemma: bool) -> None:
-    """Raise UnsupportedError or ModelError for what could only be written wrong."""
+    """Raise UnsupportedError or ModelError for a drafter that cannot be converted correctly."""
     if config.find("quantization_config"):
         msg = f"{config.path} has a quantization_config: give the drafter's weights before they were quantised"
         raise UnsupportedError(msg)
@@ -193,7 +193,7 @@ def _sizes(config: Config, weights: Weights, *, gemma: bool, dspark: bool) -> di
 
 
 def _head_dim(config: Config, weights: Weights, kv_heads: Size, *, gemma: bool) -> Size:
-    """Return the head size from config.json or, if it is not there, from the rows of k_proj."""
+    """Return the head size from config.json or, if missing, from the rows of k_proj."""
     name = "global_head_dim" if gemma else "head_dim"
     if config.find(name):
         return _named(config.size(name))
@@ -246,7 +246,7 @@ def _n_layer(config: Config, weights: Weights) -> int:
 
 
 def _target_layers(config: Config) -> list[int]:
-    """Return the layers of the target whose input is captured. The input of layer i + 1 is the output of layer i."""
+    """Return the target's layers whose input is captured. The input of layer i + 1 is the output of layer i."""
     if config.find("aux_hidden_state_layer_ids"):  # these count inputs already
         return list(config.sizes("aux_hidden_state_layer_ids").value)
     return [i + 1 for i in config.sizes("dflash_config.target_layer_ids", "target_layer_ids").value]
@@ -278,9 +278,7 @@ def _speculation(config: Config, *, dspark: bool, dflash2: bool, conf: bool) -> 
 
 
 def _scales(config: Config, n_embd: int, *, gemma: bool) -> dict[str, Value]:
-    """Return the scale factors and the activation. A missing factor means 1, a missing cap none, a missing activation
-    silu.
-    """
+    """Return the scale factors and the activation. Defaults: factors of 1, no cap, and silu."""
     if gemma:  # as in Gemma: embeddings times the root of their size, unscaled attention
         return {"embedding_scale": n_embd**0.5, "attention.scale": 1.0, "hidden_activation": _activation(config, GEMMA)}
     res: dict[str, Value | None] = {
@@ -307,7 +305,7 @@ def _activation(config: Config, kind: str) -> str:
 
 
 def _windows(config: Config, n_layer: int) -> dict[str, Value]:
-    """Return the sliding window and the layers that have it, or nothing if none has."""
+    """Return the sliding window and its layers; {} if there is none."""
     own = config.flag("dflash_config.use_swa") or False
     if not own and not config.flag("use_sliding_window"):
         return {}
@@ -320,7 +318,7 @@ def _windows(config: Config, n_layer: int) -> dict[str, Value]:
 
 def _pattern(config: Config, n_layer: int) -> list[bool]:
     types = config.maybe_texts("layer_types")
-    if types is None:  # as in transformers' Qwen3Config: the first max_window_layers see everything
+    if types is None:  # as in transformers' Qwen3Config: the first max_window_layers have full attention
         first = config.size("layer_types", "max_window_layers", low=0).value
         return [i >= first for i in range(n_layer)]
     if len(types.value) != n_layer:

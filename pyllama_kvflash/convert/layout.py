@@ -1,6 +1,6 @@
 """The tensors of a drafter: their names in the source and in GGUF, and the shapes that config.json gives them.
 
-The names and shapes are those that llama_model_dflash::load_arch_tensors asks for
+Names and shapes follow llama_model_dflash::load_arch_tensors
 (vendor/llama.cpp/src/models/dflash.cpp).
 """
 
@@ -23,7 +23,7 @@ class Slot(NamedTuple):
     """A tensor that llama.cpp loads.
 
     dims: products of Drafter.sizes, in torch's order.
-    needed: it must be there.
+    needed: whether it must exist.
     """
 
     source: str
@@ -33,11 +33,11 @@ class Slot(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written.
+    """A tensor to write.
 
     shape: in torch's order.
-    keep: it stays f32 (or i64).
-    stored: where its data lies; None: in `values`.
+    keep: whether it stays f32 (or i64).
+    stored: the source of its data; None: `values`.
     rows: for each row of a matrix, or element of a vector, the stored row that goes there; None: the stored order.
     """
 
@@ -50,9 +50,7 @@ class Tensor(NamedTuple):
 
 
 def plan_tensors(drafter: Drafter, weights: Weights) -> list[Tensor]:
-    """Return all tensors of the file. Raises ModelError for one that is missing, has another shape, or that nothing
-    loads.
-    """
+    """Return all tensors of the file. Raises ModelError for a tensor that is missing, unknown, or of another shape."""
     res = []
     left = {name for name in weights.tensors if not name.endswith(_UNUSED)}
     if drafter.rope_factors:
@@ -77,7 +75,7 @@ def plan_tensors(drafter: Drafter, weights: Weights) -> list[Tensor]:
 
 
 def slots(drafter: Drafter) -> Iterator[Slot]:
-    """Yield every tensor that a drafter may have. One with the name "" is checked, but not written."""
+    """Yield every tensor that a drafter may have. Those with the name "" are checked, but not written."""
     d = drafter
     reduced = d.size("draft vocab") < d.size("vocab")
     yield Slot("fc.weight", "fc.weight", ("hidden", "captured*hidden"))
@@ -103,9 +101,7 @@ def slots(drafter: Drafter) -> Iterator[Slot]:
 
 
 def _block(d: Drafter) -> Iterator[Slot]:
-    """Yield the tensors of a block, source and name without their prefixes. A Gemma 4 drafter uses its keys as values,
-    too.
-    """
+    """Yield the tensors of a block, source and name without prefixes. In a Gemma 4 drafter, keys also serve as values."""
     yield Slot("input_layernorm.weight", "attn_norm.weight", ("hidden",))
     yield Slot("self_attn.q_proj.weight", "attn_q.weight", ("heads*head_dim", "hidden"))
     yield Slot("self_attn.k_proj.weight", "attn_k.weight", ("kv heads*head_dim", "hidden"))
@@ -147,7 +143,7 @@ def _check_shape(slot: Slot, stored: Stored, drafter: Drafter) -> None:
 
 
 def _dim(dim: str, drafter: Drafter) -> Size:
-    """Return a dimension with its parts in words: "num_attention_heads = 4, head_dim = 32"."""
+    """Return a dimension, named by its factors: "num_attention_heads = 4, head_dim = 32"."""
     sums = [[drafter.sizes[name] for name in part.split("*")] for part in dim.split("+")]
     names = [f"{s.key} = {s.value}" for part in sums for s in part if not s.key.isdecimal()]
     return Size(", ".join(names), sum(math.prod(s.value for s in part) for part in sums))

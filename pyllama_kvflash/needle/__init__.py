@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 BUNDLED_MODEL: Final = Path(__file__).with_name("needle-7m-q8_0.gguf")
-"""The model that ships with the package: it recalls secret codes in up to 64K tokens, and knows nothing else."""
+"""The model that ships with the package: it recalls secret codes in up to 64K tokens, and can do nothing else."""
 
 BUNDLED_DRAFTER: Final = Path(__file__).with_name("needle-draft-1m-q8_0.gguf")
-"""A smaller model (2 layers) with the same tokens, trained on the same kind of text, that drafts for it."""
+"""Its draft model: smaller (2 layers), with the same vocabulary, trained on the same kind of text."""

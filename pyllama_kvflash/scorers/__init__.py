@@ -1,1 +1,1 @@
-"""Creation of scorers by name, and the scorers that run a small model of their own."""
+"""Make scorers by name, and score with a small model."""

@@ -1,4 +1,4 @@
-"""Map scores from another tokenizer's tokens to ours by way of the text: where tokens lie in it, and what overlaps."""
+"""Map scores of another tokenizer's tokens to ours, by the characters of the text that both cover."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -14,13 +14,12 @@ Spans = npt.NDArray[np.int64]
 
 
 def char_spans(pieces: Sequence[bytes]) -> Spans:
-    """Return where each token lies in the text `b"".join(pieces).decode("utf-8", "replace")`: (n, 2) int64, in
+    """Return the span of each token in the text `b"".join(pieces).decode("utf-8", "replace")`: (n, 2) int64, in
     characters.
 
-    A character that is cut belongs to the token that completes it, because a model does not know it before. A broken
-    character (U+FFFD) belongs to the token that shows that it is broken or, at the end, to the last token that has
-    bytes. A token that completes no character has an empty span before its character; so has one without bytes (a
-    special one).
+    A character split between tokens belongs to the token that completes it, because a model does not know it before. A
+    broken character (U+FFFD) belongs to the token that reveals it or, at the end, to the last token with bytes. A token
+    that completes no character has an empty span before its character; so has a token without bytes (a special one).
     """
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     counts = np.fromiter((len(decode(piece)) for piece in pieces), np.int64, len(pieces))
@@ -31,14 +30,13 @@ def char_spans(pieces: Sequence[bytes]) -> Spans:
 
 
 def spread(scores: npt.ArrayLike, spans_from: Spans, spans_to: Spans) -> Scores:
-    """Return scores (m,) float64 for one tokenizer's tokens, from scores (n,) of another's: the highest that overlaps
-    each.
+    """Return scores (m,) float64 for one tokenizer's tokens from scores (n,) of another's: for each token the highest
+    score that overlaps it.
 
     A target with an empty span takes the score of the source at that place or, at the end of the text, of the last
     source. Sources with an empty span overlap nothing: a BOS does not make the first word hot. If no source has text,
     all targets take the highest score. If the texts differ in length (a tokenizer may normalise: a leading space, NFC),
-    positions are scaled in proportion so that they end together, which is right to within about as many characters as
-    differ.
+    positions are scaled so that both texts end together. The error is about the number of characters that differ.
 
     Raises ValueError if there are not as many scores as sources, or targets but no source.
     """
@@ -66,20 +64,20 @@ def spread(scores: npt.ArrayLike, spans_from: Spans, spans_to: Spans) -> Scores:
 
 
 class Retokenizer:
-    """Another tokenizer's tokens of a growing text; each update costs only what is new.
+    """Another tokenizer's tokens of a growing text. An update tokenizes only the new text.
 
     tokenize: turns UTF-8 into token ids, without special tokens. It never gets a part of a character.
     piece: returns the bytes of a token.
-    overlap: how many unchanged tokens are tokenised again with what follows them, since a token may depend on it (up to
-        three more if they cut a character).
+    overlap: unchanged tokens that are tokenised again with the text after them, because a token may depend on it (up to
+        three more if they split a character).
 
-    Where a token depends on more than that, the tokens may differ from those of the whole text in one piece. A
-    tokenizer that puts a space before its text is fine. One that changes its text (lower case, NFC) gives the right
-    tokens, but from the first change on it gets the whole text whenever that grows.
+    If a token depends on more text than that, the result may differ from tokenising the whole text at once. A tokenizer
+    may put a space before its text. With one that changes its text (lower case, NFC), the tokens are right, but after the
+    first change every update tokenizes the whole text.
 
     Attributes (replaced by `update`, never changed in place):
         tokens: (n,) int32
-        spans: (n, 2) int64, characters of the text; if the tokenizer changes it, of the text as changed
+        spans: (n, 2) int64, characters of the text; if the tokenizer changes the text, of the changed text
 
     Raises ValueError for a negative overlap.
     """
@@ -97,10 +95,10 @@ class Retokenizer:
         self._overlap = overlap
         self._text: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # valid UTF-8
         self._ends: npt.NDArray[np.int64] = np.empty(0, np.int64)  # end of each token, in bytes of the text
-        self._spelt = True  # the pieces spell the text, perhaps after a space: `_ends` can be trusted
+        self._spelt = True  # the pieces spell the text, possibly after a space, so `_ends` is right
 
     def update(self, text: str | bytes) -> int:
-        """Set the text, where broken UTF-8 is read as U+FFFD, and return how many leading tokens are unchanged.
+        """Set the text (broken UTF-8 becomes U+FFFD), and return the number of unchanged leading tokens.
 
         If `tokenize` or `piece` raises, nothing has changed.
         """
@@ -117,7 +115,7 @@ class Retokenizer:
         sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
         ends = np.cumsum(sizes) + (len(data) - len(joined))
         spans = char_spans(pieces)
-        if spelt and pieces:  # they end where the text does; a space before it is no part of it
+        if spelt and pieces:  # they end with the text; a space before it does not belong to it
             spans = np.maximum(spans + (len(string) - spans[-1, 1]), 0)
 
         tokens = np.concatenate([self.tokens[:kept], fresh])
@@ -127,9 +125,9 @@ class Retokenizer:
         return unchanged
 
     def _go_on(self, data: npt.NDArray[np.uint8], same: int) -> tuple[int, Tokens, list[bytes]] | None:
-        """Return how many tokens to keep, and the ids and pieces after them, or None to start from the beginning.
+        """Return the number of tokens to keep, and the ids and pieces after them; None: start from the beginning.
 
-        same: how many leading bytes of the text are unchanged.
+        same: the number of unchanged leading bytes of the text.
         """
         keep = int(np.searchsorted(self._ends, same, "right"))
         first = max(keep - self._overlap, 0)
@@ -142,9 +140,9 @@ class Retokenizer:
         fresh, pieces = self._read(tail)
         spelt = b"".join(pieces)
 
-        # After the seam the old tokens are better, because they saw what is before it; at the end the new ones are. So
-        # switch from old to new after the last token that they share. Search for it from the end, where both agree
-        # even if the tokenizer has put a space before the tail.
+        # Just after the seam the old tokens are right, because they took the text before it into account; at the end the
+        # new ones are. So switch from old to new after the last common token. Search for it from the end, where both
+        # agree even if the tokenizer has put a space before the tail.
         known = {
             (end, token): i
             for i, end, token in zip(
@@ -172,5 +170,5 @@ def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 
 def _within(data: npt.NDArray[np.uint8], at: int) -> bool:
-    """Return whether cutting this UTF-8 at `at` would cut a character."""
+    """Return whether byte `at` of this UTF-8 is within a character."""
     return at < len(data) and int(data[at]) & 0xC0 == 0x80  # noqa: PLR2004 (10xxxxxx: not the first byte of one)

@@ -1,4 +1,4 @@
-"""Create the scorer of a policy."""
+"""Make the scorer of a policy."""
 
 from importlib.metadata import EntryPoint
 
@@ -11,7 +11,7 @@ from pyllama_kvflash.scorers.reader import OpenEngine, Reader, find_scorer_model
 
 
 def query_of(options: Options) -> tuple[str, str]:
-    """Return the name and the query of a policy's scorer, without a scorer's model. Raises UsageError."""
+    """Return the name and the query of a policy's scorer, without loading its model. Raises UsageError."""
     policy = options.policy
     if policy in registry.BY_MODEL:
         return str(policy), Reader.query
@@ -25,7 +25,7 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
     model: the target. A scorer's model is searched for next to it.
     open_engine: loads the scorer's model.
 
-    Raises UsageError if there is no model for it, or if the registered object is not a scorer.
+    Raises UsageError if its model is not found, or if the registered object is not a scorer.
     """
     policy = options.policy
     if policy in registry.BY_MODEL:
@@ -35,7 +35,7 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
 
 
 def _made(policy: str) -> Scorer:
-    """Return the scorer of a policy that needs no model."""
+    """Return the scorer of a policy without a model."""
     return SCORERS[policy]() if policy in SCORERS else _load(registry.registered()[policy])
 
 

@@ -1,4 +1,4 @@
-"""A small model that reads along: its attention says which chunks of the target matter."""
+"""A small model that reads the same text: its attention rates the chunks of the target."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +18,13 @@ from pyllama_kvflash.scorers.crosstok import Retokenizer, char_spans, spread
 NAMES = ("{stem}-draft.gguf", "draft-scorer.gguf")
 """File names of a scorer's model, next to its target or in the cache folder."""
 
-_CONTEXT = 8  # positions of the small model, in multiples of the target's
+_CONTEXT = 8  # context of the small model, as a multiple of the target's
 _POOL = 2048  # tokens of its pool
-_TAIL = 4  # last tokens whose queries score
+_TAIL = 4  # last tokens whose queries are used
 
 
 class SmallEngine(Protocol):
-    """The part of an engine that a reader needs. A KVFlash has it."""
+    """The part of an engine that a reader uses. KVFlash has it."""
 
     options: Options
     model: Model
@@ -57,10 +57,10 @@ class SmallEngine(Protocol):
         """Return the queries of the last token."""
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens."""
+        """Keep the first n_tokens tokens."""
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
 
     def close(self) -> None:
         """Free the model."""
@@ -72,8 +72,8 @@ OpenEngine = Callable[[Path, Options], SmallEngine]
 def find_scorer_model(given: str | None, target: Path) -> Path:
     """Return the file of a scorer's model: the given one, or the first of NAMES that exists.
 
-    The search goes through the target's folder, the folder that KVFLASH_DRAFT_DIR names, then $XDG_CACHE_HOME/kvflash
-    (~/.cache/kvflash). Raises UsageError if there is none.
+    The search covers the target's folder, the folder in KVFLASH_DRAFT_DIR, and then $XDG_CACHE_HOME/kvflash
+    (~/.cache/kvflash). Raises UsageError if no file is found.
     """
     if given is not None:
         return Path(given)
@@ -88,12 +88,11 @@ def find_scorer_model(given: str | None, target: Path) -> Path:
 
 
 class Reader:
-    """The scorer of policies "drafter" and "crosstok": the attention of a small model's last tokens, read as
-    `ZMax` does.
+    """The scorer of policies "drafter" and "crosstok": `ZMax` on the queries of a small model's last tokens.
 
-    The small model is loaded on first use. It runs in a pool of its own and keeps what it has read, so that scoring
-    again costs only the new tokens. If its tokenizer differs from the target's ("crosstok"), it reads the target's text
-    in its own tokens, and its scores are mapped back by spans of characters.
+    The small model is loaded on first use. It runs in a pool of its own and keeps the text, so that it reads only new
+    tokens for the next scoring. If its tokenizer differs from the target's ("crosstok"), it reads the target's text in its
+    own tokens, and its scores are mapped back by spans of characters.
     """
 
     summary: str | None = None
@@ -102,13 +101,13 @@ class Reader:
     def __init__(
         self, path: Path, target: Model, options: Options, open_engine: OpenEngine, *, retokenize: bool = False
     ) -> None:
-        """Set up the reader; the small model is not loaded yet.
+        """Prepare the reader, without loading the small model.
 
         path: file of the small model.
-        target: the model whose tokens are scored.
+        target: the model whose chunks are scored.
         options: those of the target; n_ctx, n_threads and chunk are used.
         open_engine: loads the small model.
-        retokenize: go by the text even if the tokenizers are the same.
+        retokenize: map by text even if the tokenizers are the same.
         """
         self.name = "crosstok" if retokenize else "drafter"
         self.path = path
@@ -127,8 +126,7 @@ class Reader:
             self._kv = None
 
     def score(self, view: View) -> Scores:
-        """Return scores (n_chunks,) float64 of the chunks that the small model has read to their end; others get the
-        lowest.
+        """Return scores (n_chunks,) float64. Chunks that the small model has not read to their end get the lowest score.
 
         Raises ScorerError if the small model does not load or run, and Interrupted.
         """
@@ -150,7 +148,7 @@ class Reader:
     def _loaded(self) -> SmallEngine:
         if self._kv is None:
             o = self._options
-            # positions cost a pool nothing, and another tokenizer may need more of them
+            # positions cost a pool nothing, and another tokenizer may need more of them for the same text
             n_ctx = min(_CONTEXT * (o.n_ctx + _POOL), MAX_TOKENS)
             small = Options(
                 n_ctx=n_ctx,
@@ -171,7 +169,7 @@ class Reader:
         return self._kv
 
     def _read(self, kv: SmallEngine, tokens: npt.NDArray[np.int32]) -> None:
-        """Bring the small model to the end of these tokens, and keep what it has read of them."""
+        """Let the small model read these tokens to the end. The common prefix is not read again."""
         have = kv.tokens
         n = min(len(have), len(tokens))
         differ = np.flatnonzero(have[:n] != tokens[:n])
@@ -182,7 +180,7 @@ class Reader:
         if keep < len(have):
             try:
                 kv.rollback(keep)
-            except KVFlashError:  # a recurrent state cannot go back
+            except KVFlashError:  # a recurrent state cannot be rolled back
                 kv.clear()
                 keep = 0
         new = tokens[keep:]
@@ -192,13 +190,13 @@ class Reader:
         for token in new[-_TAIL:]:
             kv.decode(np.array([token], np.int32))
             self._queries.append(kv.queries())
-        if not np.isfinite(kv.logits().max()):  # NaN, too: its queries and keys then mean nothing
+        if not np.isfinite(kv.logits().max()):  # also for NaN: the queries and keys are then meaningless
             msg = f"the logits of {self.path} are NaN or infinite: its weights are damaged"
             raise ScorerError(msg)
 
     def _chunk_scores(self, kv: SmallEngine) -> Scores:
-        """Return a score for each full chunk of the small model. The first chunks get the lowest: all heads look
-        there.
+        """Return a score for each full chunk of the small model. The first chunks get the lowest score, because all heads
+        attend to them.
         """
         summaries = kv.summaries
         n = len(summaries) if summaries is not None else 0
@@ -209,9 +207,7 @@ class Reader:
         return np.where(candidates, scores, scores[candidates].min(initial=0.0))
 
     def _through_text(self, kv: SmallEngine, retokenizer: Retokenizer, view: View) -> Scores:
-        """Read the target's text in the small model's tokens. Return the best score of the text of each of the target's
-        chunks.
-        """
+        """Read the target's text in the small model's tokens. Returns the best score within the text of each target chunk."""
         pieces = _pieces(self._target, view.tokens)
         retokenizer.update(b"".join(pieces))
         special = kv.tokenize("", add_special=True)  # BOS, if the small model has one
@@ -227,7 +223,7 @@ class Reader:
 
 
 def same_tokenizer(a: Model, b: Model) -> bool:
-    """Return whether every token id means the same text to both models."""
+    """Return whether every token id stands for the same text in both models."""
     return a.n_vocab == b.n_vocab and all(a.piece(i) == b.piece(i) for i in range(a.n_vocab))
 
 

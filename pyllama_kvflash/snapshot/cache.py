@@ -1,6 +1,6 @@
 """The prefix cache: a folder of snapshots, from which the longest known prefix of a text is restored.
 
-A text that continues a cached one takes its first records from that file: a new turn writes only what is new.
+A text that continues a cached one shares the first records of that file: a new turn writes only its own records.
 """
 
 import os
@@ -37,7 +37,7 @@ _NAME = 32  # hex digits of a digest in a name
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the cache. size: bytes. used: last use, seconds since 1970, 0 if it lies ahead. mark: inode and bytes."""
+    """A file of the cache. size: bytes. used: last use, seconds since 1970, 0 if in the future. mark: inode and bytes."""
 
     path: Path
     size: int
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(slots=True)
 class CacheStats:
-    """Counts of restore() and save(). n_tokens: positions that did not have to be read again."""
+    """Counts of restore() and save(). n_tokens: positions restored instead of read again."""
 
     hits: int = 0
     misses: int = 0
@@ -57,14 +57,14 @@ class CacheStats:
 
 
 class Savable(Protocol):
-    """The interface that the cache needs of a sequence. KVFlash has it."""
+    """The part of a sequence that the cache uses. KVFlash has it."""
 
     options: Options
     model: Model
 
     @property
     def identity(self) -> Identity:
-        """Identity that a snapshot must have to be restored here."""
+        """The identity that a snapshot needs to be restored here."""
 
     @property
     def tokens(self) -> Tokens:
@@ -93,13 +93,13 @@ class PrefixCache:
 
     A file's name is the digest of the chain of its tokens.
 
-    Any number of processes may use a folder. Files appear whole and vanish whole; one that is removed while in use
-    stays readable for its user. Nothing outside the folder is touched, and no link in it is followed. Only the calling
-    thread uses a sequence; begin() writes in another.
+    Any number of processes may use a folder. Files appear and vanish as a whole; a file that is removed while in use stays
+    readable for its user. Nothing outside the folder is touched, and no link in it is followed. Only the calling thread uses
+    a sequence; begin() writes in another.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
-        """folder: created if it is missing. limit: bytes of all files; the least recently used go first.
+        """folder: created if it is missing. limit: bytes of all files; the least recently used are evicted first.
 
         Raises UsageError.
         """
@@ -124,14 +124,14 @@ class PrefixCache:
     #
 
     def match(self, sequence: Savable, tokens: Tokens) -> int:
-        """Return how many tokens of a text (n,) int32 the cache has for this sequence; 0: none."""
+        """Return how many first tokens of a text (n,) int32 are cached for this sequence."""
         return max((n for n, _ in self._matches(sequence.identity, tokens)), default=0)
 
     def restore(self, sequence: Savable, tokens: Tokens) -> int:
         """Replace a sequence by the longest cached prefix of a text. Returns the number of positions.
 
-        0: no file had one, and the sequence is empty. If a file turns out to be unusable, the next best one is taken;
-        one with a damaged record is removed.
+        0: there is none, and the sequence is empty. If a file proves unusable, the next best one is taken; a file with a
+        damaged record is removed.
         """
         found = sorted(self._matches(sequence.identity, tokens), key=lambda match: match[0], reverse=True)
         for _, path in found:
@@ -150,7 +150,7 @@ class PrefixCache:
         return 0
 
     def save(self, sequence: Savable) -> Path | None:
-        """Save a sequence as it is now. Returns its file; None: it is larger than the cache.
+        """Save a sequence. Returns its file; None if it is larger than the cache.
 
         Raises SnapshotError and UsageError.
         """
@@ -160,9 +160,9 @@ class PrefixCache:
         return self._write(sequence.capture(), path, 0, sequence.model.path)
 
     def begin(self, sequence: Savable, keep_s: float = 0.0) -> Future[Path] | None:
-        """Save a sequence in a thread, while it continues. Returns its file to come; None: there is nothing to write.
+        """Save a sequence in a thread, while it continues. Returns its future file; None if there is nothing to write.
 
-        keep_s: seconds from now until which it counts as just used, and goes last.
+        keep_s: for so many seconds the file counts as just used, and is evicted last.
 
         Raises SnapshotError and UsageError.
         """
@@ -177,7 +177,7 @@ class PrefixCache:
         self._writer.shutdown()
 
     def _wanted(self, path: Path, sequence: Savable, keep_s: float) -> bool:
-        """Return whether to write a sequence's file: it is missing and not too large. Touches a file that is there."""
+        """Return whether to write a sequence's file: if it is missing and not too large. Touches an existing file."""
         pager = sequence.pager
         codes = pager.guests.n_bytes(pager.ledger.n_tokens) if pager.guests else 0
         if pager.ledger.n_chunks * pager.records.record_bytes + codes > self.limit:
@@ -208,13 +208,13 @@ class PrefixCache:
         """Return the files that already have the records of the first chunks.
 
         The last source is dropped while it has no more records than the new file must write itself. So a file has few
-        sources, however many turns came before it, and a record is written again only when twice as many follow it.
+        sources, even after many turns, and a record is written again only once twice as many follow it.
         """
         n, best = 0, None
         for file in self._known(home):
             n_same = n_common(file.checksums, chunks["checksum"])
             if n_same > n:
-                with suppress(SnapshotError):  # of a source
+                with suppress(SnapshotError):  # a source cannot be used
                     file.check_sources()
                     n, best = n_same, file
         if best is None:
@@ -241,17 +241,17 @@ class PrefixCache:
         return self.folder / layout.digest(identity.raw, bytes([layout.VERSION])).hex()[:_NAME]
 
     def _matches(self, identity: Identity, tokens: Tokens) -> list[tuple[int, Path]]:
-        """Return the files that have a prefix of a text, each with the length of that prefix in tokens."""
+        """Return the files with a prefix of a text, each with the length of that prefix in tokens."""
         res = []
         for file in self._known(self._home(identity)):
-            with suppress(SnapshotError):  # it is of another text, or a source of it cannot be used
+            with suppress(SnapshotError):  # it has another text, or one of its sources cannot be used
                 n = usable(file, identity, tokens)
                 file.check_sources()
                 res.append((n, file.path))
         return res
 
     def _known(self, home: Path) -> list[Outline]:
-        """Return the outlines of a sub-folder's files, without damaged ones, which verify() reports."""
+        """Return the outlines of a sub-folder's files. Damaged ones are left out; verify() reports them."""
         res = []
         with self._mutex:
             known, self._outlines[home] = self._outlines.get(home, {}), {}
@@ -265,10 +265,10 @@ class PrefixCache:
         return res
 
     def _supersede(self, path: Path) -> None:
-        """Remove files that this one makes useless.
+        """Remove files that this one replaces.
 
-        Their text begins this one's text, this one can be cut wherever they end, and no other file needs them. It is kept for
-        as long as they were to be.
+        Their text is a prefix of this one's, this one can be cut wherever they can, and no other file needs them. This one
+        inherits the latest time of use.
         """
         files = {file.path: file for file in self._known(path.parent)}
         needed = {source for file in files.values() for source in file.needs}
@@ -286,12 +286,12 @@ class PrefixCache:
                 self.remove(old.path)
 
     def remove(self, path: Path) -> list[Path]:
-        """Remove a file and those that have records in it. Returns the files removed."""
+        """Remove a file and those that share its records. Returns the files removed."""
         gone = [path, *(file.path for file in self._known(path.parent) if path in file.needs)]
         return [p for p in gone if _unlinked(p)]
 
     def _discard(self, path: Path) -> None:
-        """Remove a file that turned out to be damaged."""
+        """Remove a file that proved damaged."""
         if self.remove(path):
             self.stats.damaged += 1
 
@@ -305,7 +305,7 @@ class PrefixCache:
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
     def unreadable(self) -> list[str]:
-        """Return a sentence for each sub-folder that cannot be read, and whose files entries() therefore leaves out."""
+        """Return a sentence for each sub-folder that cannot be read; entries() lacks its files."""
         res = []
         for home in _folders(self.folder):
             try:
@@ -317,10 +317,10 @@ class PrefixCache:
         return res
 
     def evict(self, limit: int | None = None) -> list[Path]:
-        """Remove what killed processes left behind, then the least recently used files, until the rest fits the limit.
+        """Remove leftovers of killed processes, then the least recently used files, until the rest fits the limit.
 
-        limit: bytes; None: the cache's own. Using a file counts as using the files that have records of it.
-        Returns the files removed. Raises SnapshotError if the folder cannot be written.
+        limit: bytes; None: the cache's own. Use of a file counts as use of its sources, too. Returns the files removed. Raises
+        SnapshotError if the folder cannot be written.
         """
         removed: list[Path] = []
         with self._lock():
@@ -337,21 +337,21 @@ class PrefixCache:
         return removed
 
     def empty(self) -> list[Path]:
-        """Remove all files, also the names of models, and the sub-folders that are then empty.
+        """Remove all files, the names of models, and the emptied sub-folders.
 
         An unfinished file stays while its process lives. Returns the snapshots removed. Raises as evict().
         """
         removed = self.evict(0)
         for home in _folders(self.folder):
             remove_name(home)
-            with suppress(OSError):  # it has a file that is not the cache's, or a new one
+            with suppress(OSError):  # it has a foreign file, or a new one
                 home.rmdir()
         with suppress(OSError):
             (self.folder / _LOCK).unlink()
         return removed
 
     def _by_use(self) -> list[tuple[Entry, Outline | None]]:
-        """Return all files, the most recently used first; a file comes before those that need it."""
+        """Return all files, the most recently used first; sources come before the files that need them."""
         files = {file.path: file for home in _folders(self.folder) for file in self._known(home)}
         entries = self.entries()
         used = {entry.path: entry.used for entry in entries}
@@ -410,7 +410,7 @@ def _files(home: Path) -> list[Entry]:
 
 
 def _touch(path: Path, until: float | None = None) -> None:
-    """Say that a file was used, or is to count as used, at a time in seconds since 1970 (None: now); the latest one counts."""
+    """Set a file's time of use, in seconds since 1970 (None: now), unless it has a later one."""
     with suppress(OSError):
         now = time.time()
         os.utime(path, (now, max(now if until is None else until, dated(path.stat().st_mtime))))

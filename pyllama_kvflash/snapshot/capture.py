@@ -1,4 +1,4 @@
-"""Captures of a sequence for a snapshot: taken while it continues, put back where it was or elsewhere."""
+"""Capture a sequence for a snapshot, while it continues; and restore it, in the same pool or another."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,21 +25,21 @@ from pyllama_kvflash.snapshot.saved_pool import SavedPool
 from pyllama_kvflash.text import n_common
 
 States = Sequence[tuple[int, StateBytes]]
-"""State that no chunk holds (recurrent, sliding window): (position, bytes), in ascending order."""
+"""States outside chunks (recurrent, sliding window): (position, bytes), in ascending order."""
 
 T = TypeVar("T")
 
 _HASHERS = 8  # threads
 
 OnRecord = Callable[[int, int], None]
-"""Called with the number of records written, and the number of all to write."""
+"""Called with the number of records written, and the number to write in all."""
 
 Choose = Callable[[Chunks], Sequence[Source]]
-"""Returns the files that already have the records of the first of these chunks, by their checksums."""
+"""Returns the files that already have records of the first chunks, found by checksum."""
 
 
 def identity_of(ctx: Context, *, exact: bool) -> Identity:
-    """Return the identity of a context: what its records can be used with. exact: whether prompts are read exactly."""
+    """Return the identity of a context, which its snapshots must match. exact: whether prompts are read exactly."""
     info, layers = ctx.pool_info(), ctx.layers()
     head = np.zeros((), layout.IDENTITY)
     for name in ("record_bytes", "meta_bytes", "n_layer", "flags"):
@@ -56,32 +56,33 @@ def identity_of(ctx: Context, *, exact: bool) -> Identity:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A sequence as it was at one moment; the sequence itself continues.
+    """A sequence at one moment; the sequence itself continues.
 
-    It holds its records until release(): once they are written, could not be, or the capture is garbage.
+    It holds its records until release(), which is called after writing, whether that succeeds or fails, and when the capture is
+    garbage.
     """
 
     contents: Contents
     full: tuple[Stored, ...]  # the records of all full chunks
-    last: Record | None  # of a chunk that is not full
+    last: Record | None  # the record of a partly filled last chunk
     store: HostStore
-    holder: object  # given by store.hold()
-    codes: Sequence[Record] = ()  # of each layer, a copy; empty: there is none
-    inputs: tuple[tuple[str, Path], ...] = ()  # files that it is not written over, each with its purpose
+    holder: object  # from store.hold()
+    codes: Sequence[Record] = ()  # a copy of each layer's codes; empty: there are none
+    inputs: tuple[tuple[str, Path], ...] = ()  # files that must not be overwritten, each with its purpose
 
     def release(self) -> None:
-        """Let go of the records. Harmless when called again."""
+        """Release the records. Harmless when called again."""
         self.store.release(self.holder)
 
     def __del__(self) -> None:
-        """Let go of the records of a capture that nobody wrote."""
+        """Release the records of a capture that was never written."""
         self.release()
 
     def write(self, path: Path, on_record: OnRecord | None = None, choose: Choose | None = None) -> int:
         """Write the file. Returns its size in bytes. Raises SnapshotError, and UsageError for a file of `inputs`.
 
-        choose: names files in the same folder that have some of the records; these are not written again.
-        on_record: called with (records done, of how many).
+        choose: returns files in the same folder with some of the records; these are not written again.
+        on_record: called with (records written, records in all).
         """
         chunks = self.contents.chunks
         try:
@@ -105,7 +106,7 @@ class Capture:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """The places of all records."""
+        """The places of all records, in order."""
         return (*(stored.record for stored in self.full), *(() if self.last is None else (self.last,)))
 
     def begin(self, path: Path) -> Future[int]:
@@ -117,7 +118,7 @@ class Capture:
             worker.shutdown(wait=False)
 
     def submit(self, worker: ThreadPoolExecutor, path: Path, write: Callable[[], T]) -> Future[T]:
-        """Have a worker write the file. Raises SnapshotError if no thread can start; the records are then released."""
+        """Let a worker write the file. Raises SnapshotError if no thread can start; the records are then released."""
         try:
             return worker.submit(write)
         except RuntimeError as err:  # no memory for a thread, or it was closed
@@ -140,7 +141,8 @@ def capture(
 ) -> Capture:
     """Capture the first len(tokens) positions: all of them, or up to the end of a chunk.
 
-    states: those at some of these positions. pending: a token that comes after them. opens_until: see PooledSequence. scoring: the one under way. inputs: see Capture.
+    states: at some of these positions. pending: the token after them, not decoded yet. opens_until: see PooledSequence. scoring: the
+    scoring under way. inputs: see Capture.
 
     Raises UsageError.
     """
@@ -170,10 +172,10 @@ def capture(
 
 
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
-    """Return how many positions of a snapshot can be restored here, for a prompt that begins with their tokens.
+    """Return how many positions of a snapshot can be restored here.
 
-    None: all of them. Fewer than the prompt has, because its last token must be decoded. Raises SnapshotError, with the
-    reason, if there are none.
+    prompt: only a common prefix with it, without its last token, which must be decoded; None: the whole snapshot. Raises
+    SnapshotError, with the reason, if there are none.
     """
     if (why := snapshot.identity.difference(identity)) is not None:
         msg = f"{snapshot.path} cannot be used: {why}"
@@ -190,10 +192,10 @@ def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
 
 
 def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> StateBytes:
-    """Put the first n positions into an empty sequence. n: from usable().
+    """Restore the first n positions into an empty sequence. n: from usable().
 
-    Returns the state that no chunk holds, for the caller to put back next; b"" if there is none. Raises PoolError,
-    HostMemoryError, and SnapshotError if a record that comes back at once is damaged, or the codes.
+    Returns the state outside chunks, which the caller restores next; b"" if there is none. Raises PoolError,
+    HostMemoryError, and SnapshotError if the codes, or a record that is paged in at once, are damaged.
     """
     contents = snapshot.contents
     sequence, chunks = contents.sequence, contents.chunks
@@ -218,7 +220,7 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> StateBytes:
 
     fits = pager.guests and contents.guests and contents.guests.fits(pager.guests)
     saved = saved.first(n, pager.ledger.chunk)
-    pager.records.memory.expect(len(saved.state))  # raises before anything is there
+    pager.records.memory.expect(len(saved.state))  # first, because it may raise
     saved.put_back(pager, lend, snapshot.codes if fits else None)
     pager.loaded()
     return next((blob for pos, blob in contents.states if pos == n), b"")

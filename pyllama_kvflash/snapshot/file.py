@@ -1,4 +1,4 @@
-"""A .kvsnap file being read: its tables at once, a record when it is used."""
+"""Read a .kvsnap file: its tables at once, a record when it is used."""
 
 import os
 import stat
@@ -22,16 +22,16 @@ from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.layout import CHUNK, DIGEST, HEADER, SOURCE, START, Chunks, Contents, Identity, Source
 from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
-_LOOK_SECONDS = 0.002  # between two looks at a record that another thread reads
-_BLOCK = 1 << 20  # bytes that are read and then summed, while the processor's cache has them
+_LOOK_SECONDS = 0.002  # polling interval for a record that another thread reads
+_BLOCK = 1 << 20  # bytes that are read and then summed at a time, so that they are still in the processor's cache
 
 
 class OrphanError(SnapshotError):
-    """A file depends on records of another one, which is gone."""
+    """A file depends on records in another file, which is gone."""
 
 
 class UnreadableError(SnapshotError):
-    """A file may be whole, and cannot be read here: it is not permitted, the disk fails, or its format is another one.
+    """A file that may be intact cannot be read here: for lack of permission, a disk error, or another format.
 
     reason: why, in a few words.
     """
@@ -42,17 +42,17 @@ class UnreadableError(SnapshotError):
 
 
 class _Opened:
-    """A file with a valid header, open until nobody holds this.
+    """A file with a valid header, open while this object lives.
 
-    Others may change the file meanwhile, so its bytes are copied before they are checked, and never mapped: a map of a file
-    that somebody truncates ends the process. A file that is renamed over or deleted stays readable.
+    Others may change the file meanwhile, so its bytes are copied before they are checked, and never mapped: truncating a
+    mapped file would kill the process. A file that is replaced or deleted stays readable.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raises SnapshotError, with what is wrong with it."""
+        """Open a file. Raises SnapshotError, which names the fault."""
         self.path = path
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for ever
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block for ever
         except (FileNotFoundError, ValueError) as err:  # ValueError: a name with a zero byte
             msg = f"{path} cannot be read: {getattr(err, 'strerror', None) or err}"
             raise SnapshotError(msg) from None
@@ -101,7 +101,7 @@ class _Opened:
     def read(self, start: int, into: Record, what: str) -> bytes:
         """Copy bytes into an array (n,) uint8, unchecked. Returns their checksum. For any thread.
 
-        what: the part of the file, for a message. Raises SnapshotError if they are not there.
+        what: the part of the file, for a message. Raises SnapshotError if the file is too short.
         """
         if start + len(into) > self.n_bytes:
             raise self.damaged(f"{what} is cut off")
@@ -121,7 +121,7 @@ class _Opened:
         return res.digest()
 
     def entry(self, name: str) -> npt.NDArray[Any]:
-        """Return where a section is, and its digest."""
+        """Return a section's offset, size and digest."""
         res: npt.NDArray[Any] = self.header["sections"][layout.SECTIONS.index(name)]
         return res
 
@@ -137,16 +137,16 @@ class _Opened:
         return raw.tobytes()
 
     def contents(self, *without: str) -> Contents:
-        """Return what its tables hold. without: sections that count as empty. Raises SnapshotError."""
+        """Return the contents of its tables. without: sections to treat as empty. Raises SnapshotError."""
         raw = {name: b"" if name in without else self.section(name) for name in layout.TABLES}
         try:
             return _contents(raw)
-        except (ValueError, IndexError, KeyError):  # digests that fit, of tables that nobody writes
+        except (ValueError, IndexError, KeyError):  # the digests match, but write() never makes such tables
             raise self.damaged("its tables do not hold together") from None
 
 
 def _opened(path: Path, source: Source) -> _Opened:
-    """Open a source of the file at `path`. Raises OrphanError, and UnreadableError if it may be the right one."""
+    """Open a source of the file at `path`. Raises OrphanError, and UnreadableError if it may still be intact."""
     try:
         its = path.with_name(source.name)
         if not its.is_symlink() and (found := _Opened(its)).header["digest"].tobytes() == source.header:
@@ -161,13 +161,13 @@ def _opened(path: Path, source: Source) -> _Opened:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The tables of a file, which tell whether it is of use for a text.
+    """The tables of a file that show whether it suits a text.
 
     mark: inode and bytes.
     header: digest of the header.
     tokens: (n_tokens,) int32.
     checksums: (n_chunks,) V16, of the records.
-    states: positions at which it has the state that no chunk holds; empty: there is no such state.
+    states: positions of its states outside chunks; empty: a plain cache.
     """
 
     path: Path
@@ -200,23 +200,23 @@ class Outline:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Numbers of positions that it can be cut to, ascending; the last is all of them."""
+        """The positions at which it can be cut, ascending; the last one is its end."""
         n, chunk = len(self.tokens), int(self.identity.fields["chunk"])
         return self.states or (*range(chunk, n, chunk), n)
 
     @property
     def as_source(self) -> Source:
-        """The file as a source of another one, with the records it has itself."""
+        """This file as a source of another one, with its own records."""
         return Source(self.path.name, self.header, layout.n_lent(self.sources), len(self.checksums))
 
     @property
     def needs(self) -> frozenset[Path]:
-        """The files that have records of this one."""
+        """The files that hold records of this one."""
         return frozenset(self.path.parent / source.name for source in self.sources)
 
     @property
     def is_orphan(self) -> bool:
-        """Whether it depends on records in a file that is gone: it will never be of use."""
+        """Whether it depends on records in a file that is gone, and so can never be used."""
         with suppress(UnreadableError):
             try:
                 self.check_sources()
@@ -225,22 +225,21 @@ class Outline:
         return False
 
     def check_sources(self) -> None:
-        """Raise OrphanError or UnreadableError unless all files that have records of this one are there, and can be read."""
+        """Raise OrphanError or UnreadableError unless all its sources exist and can be read."""
         for source in self.sources:
             _opened(self.path, source)
 
 
 class SnapshotFile:
-    """An open snapshot. Everything but the codes and the records is checked at once; these are read, and checked, when they are used.
-    Threads read one each.
+    """An open snapshot. Codes and records are read and checked when they are used, by several threads; all else at once.
 
-    It keeps the file open, and those that have records of it, until nobody holds this: names may go or get another file.
+    It keeps the file and its sources open while it lives, so they may be renamed, replaced or deleted.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raises SnapshotError, with what is wrong; OrphanError if a file that it depends on is gone."""
+        """Open a file. Raises SnapshotError, which names the fault; OrphanError if a source is gone."""
         self.path = path
-        self.on_damage: Callable[[Path], None] | None = None  # called with the file that has a damaged record or codes
+        self.on_damage: Callable[[Path], None] | None = None  # called with the file whose record or codes are damaged
         own = _Opened(path)
         self.header = own.header
         self.contents = own.contents()
@@ -260,7 +259,7 @@ class SnapshotFile:
             raise own.damaged("its records are cut off")
 
     def _places_of_codes(self, own: _Opened) -> list[tuple[int, int, bytes]]:
-        """Return where the codes of each layer begin, how many bytes they have, and their checksum; empty: there are none."""
+        """Return the offset, size and checksum of each layer's codes; empty: there are none."""
         guests, entry = self.contents.guests, own.entry("codes")
         if guests is None:
             return []
@@ -286,9 +285,9 @@ class SnapshotFile:
         return Outline._of(self._parts[-1], self.contents)  # noqa: SLF001 (of this module)
 
     def record(self, i: int) -> Record:
-        """Return a copy of the record of chunk i, (record_bytes,) uint8, which is as it was written. For any thread.
+        """Return a checked copy of the record of chunk i, (record_bytes,) uint8. For any thread.
 
-        Raises SnapshotError if it is not in the file any more.
+        Raises SnapshotError if the record is damaged or cut off.
         """
         res = np.empty(self.contents.identity.fields["record_bytes"], np.uint8)
         self.fill(i, res)
@@ -297,7 +296,7 @@ class SnapshotFile:
     def fill(self, i: int, place: Record) -> None:
         """Read the record of chunk i into a place (record_bytes,) uint8, and check it there. For any thread.
 
-        Raises SnapshotError; what is in the place then is no record.
+        Raises SnapshotError; the place then holds no valid record.
         """
         k = bisect_right(self._ends, i)
         part, start = self._parts[k], self._parts[k].start + (i - self._firsts[k]) * self._pitch + self._lead
@@ -306,10 +305,9 @@ class SnapshotFile:
                 raise part.damaged(f"the record of chunk {i} was changed")
 
     def codes(self, layer: int) -> Record:
-        """Return a copy of the codes of a layer, (n_bytes,) uint8, which are as they were written. contents.guests has their sizes.
-        For any thread.
+        """Return a checked copy of the codes of a layer, (n_bytes,) uint8. contents.guests has their sizes. For any thread.
 
-        Raises SnapshotError if they are not in the file any more.
+        Raises SnapshotError if they are damaged or cut off.
         """
         own, (start, size, found) = self._parts[-1], self._codes[layer]
         res = np.empty(size, np.uint8)
@@ -320,7 +318,7 @@ class SnapshotFile:
 
     @contextmanager
     def _reporting(self, part: _Opened) -> Iterator[None]:
-        """Call on_damage with a file of which something is damaged."""
+        """Report a damaged file to on_damage."""
         try:
             yield
         except UnreadableError:
@@ -331,7 +329,7 @@ class SnapshotFile:
             raise
 
     def verify(self) -> Iterator[int]:
-        """Check the codes, and the file's own records one by one. Yields how many are done. Raises SnapshotError."""
+        """Check the codes, then the file's own records one by one. Yields the number of records checked. Raises SnapshotError."""
         for layer in range(len(self._codes)):
             self.codes(layer)
         n = self.contents.n_lent
@@ -341,10 +339,9 @@ class SnapshotFile:
 
 
 class Filling:
-    """A record's way into its place, where it is read and checked, so that nothing as large is held beside it. It can be called.
+    """A function that reads a record into its place and checks it there, so that no second copy is held.
 
-    One thread reads it, and others wait: the file may be changed meanwhile, and a second one would put that into a record which is in
-    use.
+    Only one thread reads the record, and others wait: if the file changed meanwhile, a second read would damage a record in use.
     """
 
     def __init__(self, file: SnapshotFile, chunk: int) -> None:
@@ -353,7 +350,7 @@ class Filling:
         self._notes: Notes = {}
 
     def __call__(self, place: Record) -> None:
-        """Have the record in its place. Raises SnapshotError. For any thread."""
+        """Fill the place, if it is not filled yet. Raises SnapshotError. For any thread."""
         while not self._done:
             try:
                 noted(self._notes, self._chunk, lambda: self._fill(place))
@@ -361,13 +358,13 @@ class Filling:
                 time.sleep(_LOOK_SECONDS)
 
     def _fill(self, place: Record) -> None:
-        if not self._done:  # nobody has read it before the note
+        if not self._done:  # another thread may have read it before the note was made
             self._file.fill(self._chunk, place)
             self._done = True
 
 
 def _contents(raw: dict[str, bytes]) -> Contents:
-    """Return the contents of sections whose digests were checked. Raises what numpy and Python raise for tables that are too short."""
+    """Return the contents of sections whose digests were checked. Raises errors of numpy and Python for inconsistent tables."""
     numbers = np.frombuffer(raw["plan"], "<i4").tolist()
     n = numbers[0]
     at, states = 0, []

@@ -1,4 +1,4 @@
-"""The layout of a .kvsnap file (see docs/SNAPSHOT_FORMAT.md), and how one is written: whole or not at all."""
+"""The layout of a .kvsnap file (see docs/SNAPSHOT_FORMAT.md), and its atomic writing."""
 
 import hashlib
 import os
@@ -20,10 +20,10 @@ from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 SUFFIX = ".kvsnap"
 MAGIC = b"\x93KVSNAP\n"
 VERSION = 4
-DIGEST = 32  # bytes of a SHA-256, of tables and tokens. Records and codes are much more: they have a checksum
+DIGEST = 32  # bytes of a SHA-256, of tables and tokens. Records and codes are much larger, and have faster checksums
 PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 
-_PRIVATE = 0o600  # mode: only its owner may read it, since it holds a text
+_PRIVATE = 0o600  # mode: only the owner may read it, since it holds a text
 
 EXACT = 1 << 31  # in an identity's flags: prompts are read exactly, not through the pool
 LONG = 1 << 30  # keys have the long factors of RoPE
@@ -34,7 +34,7 @@ SECTIONS = (*TABLES, "codes", "records")
 START = np.dtype([("magic", "V8"), ("version", "<u4"), ("header_bytes", "<u4"), ("file_bytes", "<u8")])
 _SECTION = np.dtype([("offset", "<u8"), ("size", "<u8"), ("digest", "V32")])
 HEADER = np.dtype([*START.descr, ("sections", _SECTION, len(SECTIONS)), ("digest", "V32")])
-"""It begins with a START, and ends with the digest of everything before that."""
+"""It begins with a START, and ends with the digest of everything before."""
 LAYER = np.dtype(
     [
         (name, "<i4")
@@ -88,7 +88,7 @@ SOURCE = np.dtype(
         ("name", "S64"),
         ("header", "V32"),  # digest of its header
         ("first", "<u4"),  # chunk of the first record in it
-        ("end", "<u4"),  # first chunk whose record it does not supply; it starts at the end of the source before
+        ("end", "<u4"),  # it supplies records of chunks before this one, from the end of the source before it
     ]
 )
 STOP = np.dtype([("pos", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
@@ -99,20 +99,20 @@ Chunks = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The model and cache that a record can be used with. raw: an IDENTITY and its LAYERs, as in a file."""
+    """The model and cache that records belong to. raw: an IDENTITY and its LAYERs, as in a file."""
 
     raw: bytes
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields by name, for a message about what differs."""
+        """The fields by name, for a message about a difference."""
         head = np.frombuffer(self.raw, IDENTITY, 1)[0]
         res: dict[str, Any] = {name: head[name].item() for name in IDENTITY.names or ()}
         res["layers"] = np.frombuffer(self.raw, LAYER, -1, IDENTITY.itemsize).tolist()
         return res
 
     def difference(self, other: "Identity") -> str | None:
-        """Return how another identity differs, by the first field that does; None: they are the same."""
+        """Return the first difference from another identity, in words; None if they are equal."""
         if self.raw == other.raw:
             return None
         mine, its = self.fields, other.fields
@@ -141,7 +141,7 @@ _DIFFERENCES = {
 
 
 def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
-    """Return, for each chunk of tokens (n,) int32, a digest of all tokens up to its end, for this model and cache.
+    """Return for each chunk of tokens (n,) int32 a digest of all tokens up to its end, and of the identity.
 
     The last chunk may be partly filled.
     """
@@ -154,7 +154,7 @@ def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
 
 
 def digest(*parts: Any) -> bytes:
-    """Return the SHA-256 of bytes, or arrays' bytes, one after the other."""
+    """Return the SHA-256 of concatenated bytes, or of the bytes of arrays."""
     res = hashlib.sha256()
     for part in parts:
         res.update(part)
@@ -163,11 +163,11 @@ def digest(*parts: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Another file of the same folder, which has records of this one.
+    """Another file in the same folder that holds records of this one.
 
-    header: the digest that its header ends with.
+    header: the digest at the end of its header.
     first: chunk of the first record in it.
-    end: it supplies the records of the chunks before this one, from the end of the source before it.
+    end: it supplies the records of chunks before this one, from the end of the source before it.
     """
 
     name: str
@@ -182,10 +182,10 @@ class Contents:
 
     tokens: (n_tokens,) int32.
     chunks: (n_chunks,) CHUNK, one for each chunk with a position.
-    plan: chunks to drop and chunks to bring in that are still to be moved.
-    states: (position, bytes) of the state that no chunk holds, the last one at n_tokens.
-    sources: files that have the records of the first chunks.
-    guests: None: the pool was not a fresh one, or everything fitted it.
+    plan: chunks to drop and chunks to page in that have yet to move.
+    states: (position, bytes) of the states outside chunks, the last one at n_tokens.
+    sources: files with the records of the first chunks.
+    guests: None: the sequence had neither guests nor codes.
     """
 
     identity: Identity
@@ -200,19 +200,19 @@ class Contents:
 
     @property
     def n_lent(self) -> int:
-        """Number of chunks, from the first, whose records are in other files."""
+        """The number of chunks, from the first, whose records are in other files."""
         return n_lent(self.sources)
 
 
 def n_lent(sources: Sequence[Source]) -> int:
-    """Return the number of chunks, from the first, whose records these sources have."""
+    """Return the number of chunks, from the first, whose records are in these sources."""
     return sources[-1].end if sources else 0
 
 
 def record_place(identity: Identity) -> tuple[int, int]:
-    """Return the bytes from one record to the next, and those before the first one.
+    """Return the bytes from one record to the next, and the bytes before the first record.
 
-    They make the rows of each record begin on a page.
+    With these, the rows of each record begin on a page.
     """
     fields = identity.fields
     lead = -fields["meta_bytes"] % PAGE
@@ -231,13 +231,13 @@ def write(
     on_record: Callable[[int], None] | None = None,
     codes: Sequence[Record] = (),
 ) -> int:
-    """Write a file under another name, and rename it once it is whole and on the disk. Returns its size in bytes.
+    """Write a file under another name, and rename it once it is complete and on disk. Returns its size in bytes.
 
     records: of the chunks from contents.n_lent on, in order; contents.chunks has their checksums.
-    on_record: called with how many are written.
-    codes: of each layer, if contents.guests has one, with their checksums.
+    on_record: called with the number of records written.
+    codes: of each layer, if contents.guests describes codes; that has their checksums.
 
-    Raises SnapshotError. Nothing is left behind then; a killed process leaves only a file named `.*.part`.
+    Raises SnapshotError, and then leaves nothing behind. A killed process leaves only a file named `.*.part`.
     """
     try:
         with Replacement(path, _PRIVATE) as new, new.path.open("wb") as file:
@@ -284,7 +284,7 @@ def _write(
 
 
 def _tables(contents: Contents) -> list[bytes]:
-    """Return all sections but the codes and the records."""
+    """Return all sections except the codes and the records."""
     plan = b"".join(np.array([len(part), *part], "<i4").tobytes() for part in contents.plan)
     return [
         contents.identity.raw,
@@ -311,7 +311,7 @@ def _packed(scoring: Scoring) -> bytes:
 
 
 def unpacked(raw: bytes) -> Scoring:
-    """Return the scoring that its section holds."""
+    """Return the scoring in a file section."""
     head, rest = np.frombuffer(raw, SCORING, 1)[0], raw[SCORING.itemsize :]
     return Scoring(
         n_since=int(head["n_since"]),

@@ -1,4 +1,4 @@
-"""The name of a model, in a small file beside its snapshots: they know its fingerprint only, which tells people nothing."""
+"""The name of a model, in a small file beside its snapshots. These have only its fingerprint, which people cannot read."""
 
 import os
 from contextlib import suppress
@@ -12,7 +12,7 @@ _MOST = 1024  # bytes
 
 
 def write_name(folder: Path, model: Path) -> None:
-    """Note whose snapshots a folder has. Where it cannot be written, it goes without: nothing but a list reads it."""
+    """Write the model's name into a folder of its snapshots. A failure is ignored, because only lists show the name."""
     path, name = folder / _FILE, os.fsencode(model.name)
     with suppress(OSError):
         if path.is_symlink():  # writing would follow it, out of the folder
@@ -22,14 +22,14 @@ def write_name(folder: Path, model: Path) -> None:
 
 
 def remove_name(folder: Path) -> None:
-    """Remove it, and what killed processes left of one."""
+    """Remove the name, and leftovers of killed processes."""
     files.sweep(folder, f".{_FILE}.*.part")
     with suppress(OSError):
         (folder / _FILE).unlink()
 
 
 def read_name(folder: Path) -> str | None:
-    """Return the name of the model whose snapshots a folder has, in characters that can be shown; None: it is not known."""
+    """Return the name of the model whose snapshots are in a folder, in printable characters; None if it is unknown."""
     path = folder / _FILE
     with suppress(OSError):
         if path.is_file() and not path.is_symlink():

@@ -1,4 +1,4 @@
-"""A sequence that can be saved while it continues, and restored in this process or another."""
+"""Save a sequence while it continues, and restore it in this process or another."""
 
 from contextlib import suppress
 from functools import cached_property
@@ -18,8 +18,8 @@ from pyllama_kvflash.snapshot.layout import Identity
 class SavedSequence:
     """Saves and restores a sequence.
 
-    A plain cache can be cut at the end of any chunk, a recurrent state or a sliding window only where that has a checkpoint.
-    One is made before the end of each prompt (`Options.snapshots`), and a restored snapshot brings its own.
+    A plain cache can be cut at the end of any chunk, a recurrent state or a sliding window only at a checkpoint. One is made
+    before the end of each prompt (`Options.snapshots`), and a restored snapshot has its own.
     """
 
     def __init__(self, sequence: PooledSequence, checkpoints: Checkpoints) -> None:
@@ -28,7 +28,7 @@ class SavedSequence:
 
     @cached_property
     def identity(self) -> Identity:
-        """Identity that a snapshot must have to be restored here.
+        """The identity that a snapshot needs to be restored here.
 
         Raises UsageError without a pool.
         """
@@ -43,7 +43,7 @@ class SavedSequence:
 
     @property
     def checkpoints(self) -> list[int]:
-        """Numbers of positions, below n_tokens, that save() can cut the sequence to."""
+        """The positions below n_tokens at which save() can cut the sequence."""
         n, chunk = self.sequence.n_tokens, self.sequence.options.chunk
         if self.sequence.stateful:
             return [pos for pos in self._checkpoints.at_chunks if pos < n]
@@ -54,7 +54,7 @@ class SavedSequence:
     #
 
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """Capture the first n_tokens positions (None: all), to be written while the sequence continues.
+        """Capture the first n_tokens positions (None: all), to write them while the sequence continues.
 
         Raises UsageError; see KVSequence.save.
         """
@@ -98,7 +98,7 @@ class SavedSequence:
     #
 
     def restore(self, file: SnapshotFile, prompt: Tokens | None = None) -> int:
-        """Put a snapshot into the sequence, which must be empty; see KVSequence.restore. Returns the positions."""
+        """Restore a snapshot into the sequence, which must be empty; see KVSequence.restore. Returns the positions."""
         sequence = self.sequence
         n = usable(file.outline, self.identity, prompt)
         if n > sequence.options.n_ctx:
@@ -117,7 +117,7 @@ class SavedSequence:
         except (KVFlashError, KeyboardInterrupt):
             sequence.clear()
             raise
-        chunk = sequence.options.chunk  # within a chunk, its record has other positions by now
+        chunk = sequence.options.chunk  # not states within a chunk, whose record is about to change
         self._checkpoints.restored({pos: blob for pos, blob in file.contents.states if pos <= n and pos % chunk == 0})
         pending = int(file.contents.sequence["pending"])
         if prompt is None:

@@ -1,4 +1,4 @@
-"""What a snapshot keeps of codes and guests: the form of the codes, and where the guests are."""
+"""The codes and guests in a snapshot: the form of the codes, and the places of the guests."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -16,25 +16,25 @@ GUESTS = np.dtype(
     [
         ("reserved", "<u4"),  # 0
         ("form", "<u4", 2),  # bits of the codes of keys and of values
-        ("n_tokens", "<u4"),  # positions that have codes
-        ("n_known", "<u4"),  # positions that had codes when the last segment began
+        ("n_tokens", "<u4"),  # positions with codes
+        ("n_known", "<u4"),  # positions with codes when the last segment began
         ("n_layer", "<u4"),
-        ("n_block", "<u4"),  # of guests
-        ("n_slot", "<u4"),  # guests of a layer
+        ("n_block", "<u4"),  # guest blocks
+        ("n_slot", "<u4"),  # guest slots of a layer
     ]
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SavedGuests:
-    """The guests of a sequence, and what its codes are.
+    """The guests of a sequence, and a description of its codes.
 
-    n_tokens: positions that have codes, the first ones, in whole chunks.
-    n_known: of these, those that had codes when the last segment of 4,096 began.
+    n_tokens: positions with codes, from the first, in whole chunks.
+    n_known: positions with codes when the last segment of 4,096 began.
     sizes: bytes of the codes of each layer.
-    checksums: of the codes of each layer, so that threads can check them; empty: they are not known yet.
-    blocks: of guests, (n_block,) int32.
-    units: in each slot of each layer, (n_layer, n_slot) int32; -1: none.
+    checksums: of the codes of each layer, so that threads can check them; empty: not known yet.
+    blocks: guest blocks, (n_block,) int32.
+    units: the unit in each slot of each layer, (n_layer, n_slot) int32; -1: none.
     """
 
     form: CoarseForm
@@ -47,9 +47,9 @@ class SavedGuests:
 
     @classmethod
     def of(cls, pager: Pager, n_tokens: int) -> tuple[Self | None, list[Record]]:
-        """Take the guests as they are now, without changing them, for a snapshot of the first n_tokens positions.
+        """Copy the current guests, for a snapshot of the first n_tokens positions.
 
-        Returns also the codes of each layer. None: the sequence has neither guests nor codes.
+        Also returns the codes of each layer. None: the sequence has neither guests nor codes.
         """
         room, ledger = pager.guests, pager.ledger
         if room is None or not (room.native.info().n or ledger.n_guests):
@@ -61,17 +61,17 @@ class SavedGuests:
         return (res if n_tokens == ledger.n_tokens else res.first(n)), codes
 
     def first(self, n_tokens: int) -> Self:
-        """Return what is of the first n_tokens positions at most, which are whole chunks, without guests."""
+        """Return a copy without guests, cut to at most n_tokens positions, which are whole chunks."""
         none = np.empty((len(self.units), 0), np.int32)
         n = min(n_tokens, self.n_tokens)
         return replace(self, n_tokens=n, n_known=min(n, self.n_known), blocks=none.ravel(), units=none)
 
     def fits(self, room: GuestRoom) -> bool:
-        """Return whether the saved codes are such as are kept here."""
+        """Return whether the saved codes have the form of the codes kept here."""
         return self.form == room.form and self.sizes == room.native.code_sizes(self.n_tokens)
 
     def packed(self) -> bytes:
-        """Return the section of a file that holds this."""
+        """Return the file section for these guests."""
         head = np.zeros((), GUESTS)
         head["form"] = self.form.k, self.form.v
         head["n_tokens"], head["n_known"], head["n_layer"] = self.n_tokens, self.n_known, len(self.sizes)
@@ -81,7 +81,7 @@ class SavedGuests:
 
     @classmethod
     def unpacked(cls, raw: bytes) -> Self | None:
-        """Return what a section holds; None: it is empty."""
+        """Return the guests in a file section; None if it is empty."""
         if not raw:
             return None
         head = np.frombuffer(raw, GUESTS, 1)[0]

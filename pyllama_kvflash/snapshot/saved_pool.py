@@ -1,4 +1,4 @@
-"""The pool as a snapshot keeps it: taken from a pager, and put back into one."""
+"""The state of a pool in a snapshot: taken from a pager, and restored into one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 Lend = Callable[[int], None]
-"""Puts the record of a chunk into the host store."""
+"""Lends the record of a chunk to the host store."""
 Codes = Callable[[int], Record]
 """Reads the codes of a layer. For any thread."""
 
-_LEAST_WIDTH = 256  # cells that the attention reads at least
+_LEAST_WIDTH = 256  # the fewest cells that the attention reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class SavedPool:
 
     block: -1: none.
     n_pool: cells of the pool.
-    n_kv: cells that the attention read; 0: not kept, since positions were cut off.
-    drops, page_ins: chunks of a plan that are still to be moved.
-    guests: of a fresh pool.
+    n_kv: cells that the attention read; 0: unknown, because positions were cut off.
+    drops, page_ins: chunks of a plan that have yet to move.
+    guests: and codes; None without them.
     """
 
     n_tokens: int
@@ -48,7 +48,7 @@ class SavedPool:
 
     @classmethod
     def of(cls, pager: Pager) -> Self:
-        """Take the pool as it is now, without changing it. Chunks on their way are noted as such."""
+        """Copy the current state of the pool. Chunks in flight are noted as such."""
         ledger, info = pager.ledger, pager.ctx.pool_info()
         where = pager.residency()
         block = where.block.copy()
@@ -70,7 +70,7 @@ class SavedPool:
         )
 
     def first(self, n_tokens: int, chunk: int) -> Self:
-        """Return the first n_tokens positions alone. They end with a chunk, unless they are all."""
+        """Return a copy cut to the first n_tokens positions: all, or whole chunks."""
         if n_tokens == self.n_tokens:
             return self
         n = n_tokens // chunk
@@ -80,21 +80,21 @@ class SavedPool:
         return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, drops=(), page_ins=(), guests=guests, **cut)
 
     def put_back(self, pager: Pager, lend: Lend, codes: Codes | None) -> bool:
-        """Put the pool into an empty sequence's pager. Returns whether everything is where it was.
+        """Restore the pool into an empty sequence's pager. Returns whether every chunk is in its former block.
 
-        It is in a pool of the same size without other sequences. Elsewhere the hottest chunks come back, as far as
-        there is room, or a fresh pool has guests, which are chosen by the next token.
+        That needs a pool of the same size without other sequences. Elsewhere the hottest chunks that fit are paged in; with
+        policy fresh, the next token chooses guests instead.
 
-        codes: None: the saved ones are of no use here. Raises what it, `lend` and page-ins raise.
+        codes: reads saved codes; None: they cannot be used here. Raises the errors of `codes`, `lend` and page-ins.
         """
         ledger, room = pager.ledger, pager.guests
         pins = set(ledger.pins)
         ledger.pins |= self.pins
         try:
             if room:
-                pager.records.read_ahead()  # guests are fetched from any of them
-            if room and self.guests and codes:  # first, while memory for the records is being taken
-                pager.ctx.synchronize()  # not by each thread
+                pager.records.read_ahead()  # guests may be fetched from any record
+            if room and self.guests and codes:  # first, while memory for the records is being allocated
+                pager.ctx.synchronize()  # here once, instead of in each thread
                 room.begin_restore(self.guests.n_tokens, codes)
             for chunk in range(len(self.state)):
                 lend(chunk)
@@ -119,11 +119,11 @@ class SavedPool:
         else:
             self._anew(pager)
         pager.ctx.wait()
-        pager.records.forget(self.n_tokens // ledger.chunk)  # of a chunk that is not full
+        pager.records.forget(self.n_tokens // ledger.chunk)  # the record of a partly filled chunk
         return same
 
     def _shares_pool(self, pager: Pager) -> bool:
-        """Return whether blocks were guests', or should be, and what else they should hold was not saved."""
+        """Return whether guests had blocks, or will have some, so that the saved places of chunks do not describe the pool."""
         if pager.guests and pager.guests.chooses:
             return bool(np.any(self.state == State.OUT))
         return self.guests is not None and len(self.guests.blocks) > 0
