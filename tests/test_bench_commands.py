@@ -235,7 +235,6 @@ def test_kld_without_a_text_asks_for_codes(tmp_path: Path) -> None:
 @pytest.mark.nightly(BENCHES)
 @pytest.mark.parametrize("task", LONG)
 def test_kld_of_a_task_is_of_its_right_answers(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("jinja2")
     read, given = [], []
     prefill, forced = KVFlash.prefill, kld.forced_logits
     monkeypatch.setattr(KVFlash, "prefill", lambda kv, ids: read.append(ids) or prefill(kv, ids))

@@ -22,7 +22,6 @@ from support.pages import IDS, PAGES, ROOT, fences
 from support.rewritten import with_template
 
 from pyllama_kvflash import Options, Sampling
-from pyllama_kvflash.chat.template import MAX_TEXT
 from pyllama_kvflash.cli import main, settings
 from pyllama_kvflash.engine import decoder, meter
 from pyllama_kvflash.errors import number
@@ -43,6 +42,7 @@ pytestmark = pytest.mark.native
 environment = commands.environment
 
 SERVER = (ROOT / "docs" / "SERVER.md").read_text("utf-8")
+LIMITS = (ROOT / "pyllama_kvflash" / "native" / "src" / "api" / "template.h").read_text("utf-8")
 
 
 #
@@ -53,6 +53,7 @@ usual = Options()
 coded, qk = Options(policy="fresh", coarse="4"), Options(policy="qk")
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"]
 MIB = 1 << 20
+(TEMPLATE_TEXT,) = re.findall(r"max_text\s*= (\d+) << 20;", LIMITS)
 
 FIGURES = {
     "README.md": [
@@ -103,7 +104,7 @@ FIGURES = {
         f"a file has the last {WORDS[checkpoints._SAVED]} checkpoints",
         f"(a long one: every {number(prefixes._READ_MUCH)} tokens)",
         f"It has {TEMPLATE_SECONDS:.0f} seconds",
-        f"a text {MAX_TEXT // MIB} Mi characters",
+        f"a text {TEMPLATE_TEXT} MiB",
         f"up to {branches.MAX_BRANCHES} combinations",
         f"the range has up to {number(merged.MAX_MULTIPLES)} multiples",
         f"at most {numbers.LONGEST} digits, unless a bound has more",

@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 pytest.importorskip("starlette")
-pytest.importorskip("jinja2")
 pytest.importorskip("httpx")
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 pytest.importorskip("starlette")
-pytest.importorskip("jinja2")
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 

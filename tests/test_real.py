@@ -31,7 +31,7 @@ def answer(kv: KVFlash, prompt: object, n: int) -> str:
 
 def test_a_pool_that_holds_all_says_what_the_full_cache_says(model: Path, full: KVFlash) -> None:
     """Token for token, and its logits bit for bit: nothing left, so nothing may differ."""
-    template = ChatTemplate.of(full.model)
+    template = ChatTemplate(full.model)
     assert not template.warning, "it has one of its own"
     prompt = template.tokens(full.model, [{"role": "user", "content": "Write three sentences about the sea."}])
     with KVFlash.from_file(model, n_ctx=1024, pool=1024, snapshots=True, n_threads=THREADS, n_batch=256) as kv:
@@ -42,7 +42,7 @@ def test_a_pool_that_holds_all_says_what_the_full_cache_says(model: Path, full: 
 
 def test_its_own_chat_template(full: KVFlash) -> None:
     """ChatML, whose marks are single tokens of its vocabulary."""
-    template = ChatTemplate.of(full.model)
+    template = ChatTemplate(full.model)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     assert template.render(messages).endswith("user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     ids = template.tokens(full.model, messages).tolist()
@@ -54,7 +54,7 @@ def test_its_own_chat_template(full: KVFlash) -> None:
 def test_a_long_text_through_a_small_pool(model: Path) -> None:
     """Bounded on the device, nothing lost on the host, and the same text for the same seed."""
     with KVFlash.from_file(model, n_ctx=2048, pool=768, n_threads=THREADS, share=0) as kv:
-        template = ChatTemplate.of(kv.model)
+        template = ChatTemplate(kv.model)
 
         def prompt(text: str) -> str:
             return template.render([{"role": "user", "content": text}])

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("jinja2")
 
 from support import benches
 

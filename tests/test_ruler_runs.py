@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("jinja2")
 
 from support import benches
 from support.benches import FILES, good, ignore, invoke, refused, type_examples
@@ -100,7 +99,7 @@ def test_without_a_template_the_text_is_plain(model: Model) -> None:
 
 def test_a_template_that_leaves_answers_out(model: Model) -> None:
     prompts = Prompts(model)
-    prompts._template = ChatTemplate.of(model, "{{ messages[0].content }}")
+    prompts._template = ChatTemplate(model, "{{ messages[0].content }}")
     prompts.first(FIRST)
     with pytest.raises(UsageError, match="the chat template leaves out what the assistant said"):
         prompts.further(SECOND)

@@ -68,8 +68,7 @@ def test_the_system_message_describes_tools(must: bool) -> None:
 LINES = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me] {% endif %}"
 )
-UNKNOWN = LINES.replace("m.content }}", "m.content | wordwrap(4000) }}")  # llama.cpp has no such filter
-TEMPLATES = {"known": LINES, "unknown to llama.cpp": UNKNOWN, "none": None}
+TEMPLATES = {"lines": LINES, "none": None}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +79,7 @@ def model() -> Iterator[Model]:
 
 @pytest.fixture(params=TEMPLATES)
 def template(request: pytest.FixtureRequest, model: Model) -> ChatTemplate:
-    return ChatTemplate.of(model, TEMPLATES[request.param])
+    return ChatTemplate(model, TEMPLATES[request.param])
 
 
 def test_a_call_is_found_in_the_answer(template: ChatTemplate) -> None:

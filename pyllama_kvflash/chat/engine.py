@@ -1,19 +1,18 @@
-"""Conversations as prompts: a model's own chat template, rendered by llama.cpp, or in a sandbox if it does not know it."""
+"""Conversations as prompts: a model's own chat template, rendered by llama.cpp."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from pyllama_kvflash.chat.calls import Calls, checked_schema
-from pyllama_kvflash.chat.template import MAX_TEXT, Clock, environment, variables
+from pyllama_kvflash.chat.calls import Calls
 from pyllama_kvflash.chat.tools import WARNING as TOOLS_AS_TEXT
 from pyllama_kvflash.chat.tools import TextTools, as_text
 from pyllama_kvflash.errors import UnsupportedError, UsageError, encoded
 from pyllama_kvflash.json_schema import SchemaError
-from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Grammar, Model, Rendered, Tokens
+from pyllama_kvflash.native import TEMPLATE_SECONDS, ChatEngine, Model, Rendered, Tokens
 
 Message = Mapping[str, Any]
 """A message of a conversation, in the form of the OpenAI protocol: role and content, and perhaps tool calls."""
@@ -52,53 +51,29 @@ class ChatTemplate:
     warning: what the user should know of the template; "" if nothing.
     stop: strings that end an answer, beside the model's own end of text.
 
-    The template is part of the model file, and not trusted. llama.cpp renders it; one that it does not know runs in jinja2's
-    sandbox, without tools: it can reach no attribute of Python and change nothing, and ranges have at most 100,000 items.
-    Either way its time, its output and its texts are limited; what exceeds llama.cpp's limits is not tried in the sandbox.
+    The template is part of the model file, and not trusted: llama.cpp limits its time, its depth and its texts.
     """
 
-    def __init__(
-        self, source: str | None, *, bos: str = "", eos: str = "", engine: ChatEngine | None = None,
-        seconds: float = TEMPLATE_SECONDS,
-    ) -> None:  # fmt: skip
-        """source: None: a plain template. bos, eos: texts of these tokens. engine: llama.cpp's. seconds: that it may take.
+    def __init__(self, model: Model, source: str | None = None, *, seconds: float = TEMPLATE_SECONDS) -> None:
+        """source: a template in place of the model's own. seconds: that it may take, each time.
 
-        Raises UsageError if the source is not a template.
-        """
-        self.warning = NO_TEMPLATE if source is None else ""
-        self.stop = ("\nuser:", "\nsystem:") if source is None else ()
-        self._names = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
-        self._seconds = seconds
-        self._calls = None if engine is None else Calls(engine)
-        self._model: Model | None = None
-        try:
-            self._template = environment().from_string(PLAIN if source is None else source)
-        except Exception as err:  # noqa: BLE001 (jinja2 raises Python's own, too)
-            raise _failure(err) from None
-
-    @classmethod
-    def of(cls, model: Model, source: str | None = None, *, seconds: float = TEMPLATE_SECONDS) -> Self:
-        """Return the template of a model, or `source` as its template. seconds: that it may take, each time.
-
-        Raises UsageError if it is not a template.
+        Raises UsageError if llama.cpp cannot read it.
         """
         given = source if source is not None else model.meta("tokenizer.chat_template")
-        # first, because it refuses a source that is nested too deeply for llama.cpp
-        res = cls(given, bos=_special(model, "bos"), eos=_special(model, "eos"), seconds=seconds)
-        res._model = model
-        if given:
-            try:
-                res._calls = Calls(ChatEngine(model, source, seconds=seconds))
-            except UnsupportedError as err:
-                raise _failure(err) from None
-            except UsageError:
-                pass  # the sandbox may know it
-        return res
+        self.warning = "" if given else NO_TEMPLATE
+        self.stop = () if given else ("\nuser:", "\nsystem:")
+        self._model, self._seconds = model, seconds
+        try:
+            self._calls = Calls(ChatEngine(model, source if given else PLAIN, seconds=seconds))
+        except (UnsupportedError, UsageError) as err:
+            raise UsageError(
+                f"llama.cpp cannot read the chat template: {_reason(err)}: give another one as `template`"
+            ) from None
 
     @property
     def caps(self) -> dict[str, bool]:
-        """What the template can do, by llama.cpp's names; {} if it does not know it."""
-        return self._calls.engine.caps if self._calls else {}
+        """What the template can do, by llama.cpp's names."""
+        return self._calls.engine.caps
 
     @property
     def takes_tools(self) -> bool:
@@ -126,21 +101,17 @@ class ChatTemplate:
         messages, continued = _ending(messages, continues) if answer else (messages, False)
         if continued and asked.get("tools") and asked.get("tool_choice", "auto") not in ("auto", "none"):
             raise UsageError(_CALL_LATE)
-        if self._model is not None and not self.takes_tools and _with_tools(messages, asked):
+        if not self.takes_tools and _with_tools(messages, asked):
             return self._with_text_tools(messages, answer, continued, asked)
         request = {"messages": [dict(m) for m in messages], "add_generation_prompt": answer, **asked}
         request["continue_final_message"] = continued
-        if self._calls is None:
-            return self._plainly(messages, answer, continued, asked, None)
         try:
             res = self._calls.applied(request)
             return replace(res, prompt=_up_to_end(self._calls, request) or res.prompt) if continued else res
-        except UnsupportedError as err:  # nor may it take so much in the sandbox
-            raise _failure(err) from None
         except SchemaError:
             raise
-        except UsageError as err:
-            return self._plainly(messages, answer, continued, asked, err)
+        except (UnsupportedError, UsageError) as err:
+            raise UsageError(f"the chat template cannot render this conversation: {_reason(err)}") from None
 
     def _with_text_tools(
         self, messages: Sequence[Message], answer: bool, continued: bool, asked: Mapping[str, Any]  # noqa: FBT001
@@ -158,52 +129,11 @@ class ChatTemplate:
 
     @cached_property
     def _text_tools(self) -> TextTools:
-        if self._model is None:
-            msg = "a template without a model"
-            raise AssertionError(msg)
         return TextTools(self._model, seconds=self._seconds)
-
-    def _plainly(
-        self, messages: Sequence[Message], answer: bool, continued: bool, asked: Mapping[str, Any], err: UsageError | None  # noqa: FBT001
-    ) -> Rendered:  # fmt: skip
-        """Return what the sandbox makes of a conversation that llama.cpp does not render. Raises UsageError."""
-        if asked.get("tools") and asked.get("tool_choice") != "none":
-            raise _failure(err or ValueError("llama.cpp cannot read it, so it takes no tools")) from None
-        schema = checked_schema(asked.get("json_schema"))
-        grammar = None if schema is None else Grammar(schema.grammar())
-        warnings = () if schema is None else tuple(map(str, schema.loosened))
-        given = {k: v for k, v in asked.items() if k == "enable_thinking"} | dict(
-            asked.get("chat_template_kwargs") or {}
-        )
-        if not continued:
-            return Rendered(prompt=self._sandboxed(messages, answer, given), grammar=grammar, warnings=warnings)
-        prompt, found, _ = self._sandboxed(_marked(messages), False, given).rpartition(_MARK)
-        if not found:
-            msg = (
-                "the chat template does not show the last message as it is, so no answer can continue it: leave it out"
-            )
-            raise UsageError(msg)
-        return Rendered(prompt=prompt, grammar=grammar, warnings=warnings)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """Return the text of a conversation. Raises UsageError as rendered() does."""
         return self.rendered(messages, answer=answer).prompt
-
-    def _sandboxed(self, messages: Sequence[Message], answer: bool, given: Mapping[str, Any]) -> str:  # noqa: FBT001
-        parts, size = [], 0
-        clock = Clock(self._seconds)
-        try:
-            names = {**self._names, **given, **variables(clock), "messages": [dict(m) for m in messages]}
-            for part in self._template.generate({**names, "add_generation_prompt": answer}):
-                clock.step()
-                size += len(part)
-                if size > MAX_TEXT:
-                    msg = f"it writes more than {MAX_TEXT} characters"
-                    raise ValueError(msg)
-                parts.append(part)
-        except Exception as err:  # noqa: BLE001 (a template can raise whatever Python can)
-            raise _failure(err) from None
-        return "".join(parts)
 
     def begins(self, tokens: Tokens) -> tuple[int, ...]:
         """Return where the messages of a conversation (n,) int32 begin, and last of all its answer, by the special token that
@@ -230,7 +160,7 @@ class ChatTemplate:
             text, without = self.render(asked), self.render(asked, answer=False)
         except UsageError:  # it wants more than this
             return None
-        if self._model is None or not text.startswith(without):
+        if not text.startswith(without):
             return None
         ids = self._model.tokenize(text.removeprefix(without), add_special=False, parse_special=True).tolist()
         return ids[0] if ids and not self._model.piece(ids[0]) else None
@@ -314,18 +244,6 @@ def _id(model: Model, name: str) -> str | None:
     return model.meta(f"tokenizer.ggml.{name}_token_id")
 
 
-def _special(model: Model, name: str) -> str:
-    """Return the text of BOS or EOS, "" if the model has none."""
-    token = _id(model, name)
-    if token is None or not token.isdecimal() or not int(token) < model.n_vocab:
-        return ""
-    return model.piece(int(token), special=True).decode("utf-8", "replace")
-
-
-def _failure(err: Exception) -> UsageError:
-    """Return one sentence for any exception that a template raised."""
-    what = (str(err).strip().splitlines() or [type(err).__name__])[0][:300]
-    if isinstance(err, RecursionError | MemoryError):
-        what = "it needs too much memory"
-    where = f" (line {line})" if (line := getattr(err, "lineno", None)) else ""
-    return UsageError(f"the chat template cannot render this conversation: {what}{where}")
+def _reason(err: Exception) -> str:
+    """Return llama.cpp's words in at most a line, without its mark of the place in a piece of the source."""
+    return (str(err).splitlines() or [""])[0].rstrip(" ^")[:300]

@@ -140,7 +140,7 @@ def converse(path: Path, asked: Asked, options: dict[str, Any], reporter: Report
     with native.interruptible(), reporter.loading(path.name) as bar:
         kv = KVFlash.from_file(path, progress=bar, **options)
     with kv:
-        template = ChatTemplate.of(kv.model, asked.template)
+        template = ChatTemplate(kv.model, asked.template)
         reporter.opened(kv, template.warning)
         talk = Talk(
             kv,

@@ -8,6 +8,7 @@ from pyllama_kvflash.cli import settings
 
 _OTHERS = {
     "n_predict": "max_tokens",
+    "template_file": "template",
     "drafter": "spec.model",  # of `bench spec`
     "n_max": "spec.n_max",
 }

@@ -59,7 +59,10 @@ class Prompt:
         ):
             from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (slow)
 
-            template = ChatTemplate.of(kv.model)
+            try:
+                template = ChatTemplate(kv.model)
+            except UsageError as err:
+                raise UsageError(f"{err}, or add --no-chat-template") from None
             if not self._appends:
                 return self._message(kv, template, reporter)
             if self._conversation or template.begins(kv.tokens):

@@ -223,7 +223,7 @@ def _opener(
         try:
             reporter.opened(kv, *(w for s in kv.sequences for w in s.warnings))
             try:
-                warning = ChatTemplate.of(kv.model, template).warning
+                warning = ChatTemplate(kv.model, template).warning
             except UsageError as err:
                 warning = f"{err}; /v1/completions needs none"
             if warning:

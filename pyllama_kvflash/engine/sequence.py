@@ -133,7 +133,7 @@ class KVSequence:
         self.guard.check_open()
         check_messages(messages)
         if template not in self._templates:
-            self._templates[template] = ChatTemplate.of(self.model, template)
+            self._templates[template] = ChatTemplate(self.model, template)
         rendering = self._templates[template]
         if rendering.warning:
             yield Warn(rendering.warning)

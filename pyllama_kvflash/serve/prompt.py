@@ -72,14 +72,14 @@ class PromptBuilder:
         return Served(kv, self._name, self._defaults, Unknown(strict=self._strict), self._responses)
 
     def caps(self, kv: KVFlash) -> dict[str, bool]:
-        """Return what the chat template supports, by llama.cpp's names; {} if llama.cpp does not know the template."""
+        """Return what the chat template supports, by llama.cpp's names; {} if llama.cpp cannot read the template."""
         try:
             return self._chat_template(kv).caps
         except KVFlashError:
             return {}
 
     def _chat_template(self, kv: KVFlash) -> ChatTemplate:
-        self._template = self._template or ChatTemplate.of(kv.model, self._source)
+        self._template = self._template or ChatTemplate(kv.model, self._source)
         return self._template
 
     def _rendered(self, kv: KVFlash, parsed: ParsedRequest) -> Rendered:

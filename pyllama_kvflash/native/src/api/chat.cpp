@@ -5,6 +5,8 @@
 
 #include "chat.h"
 #include "common.h"
+#include "jinja/lexer.h"
+#include "jinja/parser.h"
 #include "log.h"
 
 #include <algorithm>
@@ -64,6 +66,34 @@ static char * copied(const std::string & text) {
 
 void kvf_text_free(char * text) { free(text); }
 
+// refuse a template that llama.cpp's parser, which recurses at each nesting, would follow past the end of the stack
+static void check_nesting(const std::vector<jinja::token> & tokens) {
+    using type     = jinja::token::type;
+    int statements = 0, length = 0, depth = 0; // of the template; of one statement or expression
+    for (const auto & token : tokens) {
+        switch (token.t) {
+            case type::open_statement: ++statements; [[fallthrough]];
+            case type::open_expression: length = depth = 0; break;
+            case type::open_paren:
+            case type::open_square_bracket:
+            case type::open_curly_bracket: ++depth; break;
+            case type::close_paren:
+            case type::close_square_bracket:
+            case type::close_curly_bracket: --depth; break;
+            default: break;
+        }
+        if (statements > 2000 || ++length > 10000 || depth > 400) { kvf_template_refuse("it is nested too deeply"); }
+    }
+}
+
+// refuse a template that cannot be read: common_chat_templates_init() throws an exception that has lost its words
+static void check_readable(const std::string & source) {
+    jinja::lexer lexer;
+    const auto   lexed = lexer.tokenize(source);
+    check_nesting(lexed.tokens);
+    jinja::parse_from_tokens(lexed);
+}
+
 int kvf_chat_new(const llama_model * model, const char * source, double seconds, kvf_chat ** chat) {
     return kvf_guard([&] {
         kvf_check(model && source && chat, "a model, a template and a place for it are needed");
@@ -72,7 +102,13 @@ int kvf_chat_new(const llama_model * model, const char * source, double seconds,
 
         auto res   = std::make_unique<kvf_chat>();
         res->vocab = llama_model_get_vocab(model);
-        limited(seconds, [&] { res->templates = common_chat_templates_init(model, source); });
+        limited(seconds, [&] {
+            for (const char * name : {(const char *) nullptr, "tool_use"}) {
+                const char * own = *source ? source : llama_model_chat_template(model, name);
+                if (own) { check_readable(own); }
+            }
+            res->templates = common_chat_templates_init(model, source);
+        });
         *chat = res.release();
     });
 }
