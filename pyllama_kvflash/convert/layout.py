@@ -15,7 +15,7 @@ from pyllama_kvflash.convert.hparams import Drafter, Size
 from pyllama_kvflash.convert.weights import Stored, Weights
 from pyllama_kvflash.errors import ModelError
 
-_UNUSED = (".rotary_emb.inv_freq", "t2d")  # endings of the names of tensors that nothing reads
+_UNUSED = (".rotary_emb.inv_freq", "t2d")  # name endings of unused tensors
 _ORDINALS = ("first", "second", "third")
 
 
@@ -166,9 +166,7 @@ def _tensor(slot: Slot, stored: Stored, drafter: Drafter) -> Tensor:
 
 
 def _targets(stored: Stored, drafter: Drafter) -> npt.NDArray[np.int64]:
-    """Return the target's ids of the drafter's tokens, (n,) int64. The file has their offsets from the drafter's own
-    ids.
-    """
+    """Return the target's ids of the drafter's tokens, (n,) int64. The file has offsets from the drafter's own ids."""
     offsets = stored.integers()
     ids = offsets + np.arange(len(offsets))
     n_vocab = drafter.size("vocab")

@@ -29,9 +29,7 @@ class Field(NamedTuple):
 
 
 def read_metadata(path: Path, wanted: Callable[[str], bool]) -> dict[str, Field]:
-    """Return the values whose keys are wanted. Raises OSError, and ValueError for a file that is damaged or no GGUF
-    file.
-    """
+    """Return the values whose keys are wanted. Raises OSError, and ValueError for a file that is damaged or not a GGUF."""
     size = path.stat().st_size
     with path.open("rb") as file:
         reader = _Reader(file, size)

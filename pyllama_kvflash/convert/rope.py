@@ -11,7 +11,7 @@ _WHERE = (
     *_PARAMETERS,
 )  # the more specific first: for full attention, then for all
 _N_SECTIONS = 4  # time, height, width, extra
-_NOT_ROTATED = 1e30  # divides a frequency to nothing
+_NOT_ROTATED = 1e30  # as a divisor, it makes a frequency practically 0
 
 Keys = dict[str, Any]
 

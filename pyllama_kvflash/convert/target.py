@@ -1,4 +1,4 @@
-"""The target of a drafter, from its GGUF: the tokenizer, which the drafter shares, and sizes to compare with."""
+"""The target of a drafter, from its GGUF: the tokenizer, which the drafter shares, and sizes for comparison."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -47,7 +47,7 @@ class Stored(NamedTuple):
         return " x ".join(map(str, self.shape)) or "a single number"
 
     def check_floats(self) -> None:
-        """Raise UnsupportedError unless floats() can read it."""
+        """Raise UnsupportedError unless floats() can read the tensor."""
         if self.dtype not in _FLOATS:
             msg = f"{self.name} is of type {self.dtype}: give weights in bf16, f16 or f32, before they were quantised"
             raise UnsupportedError(msg)
@@ -103,16 +103,16 @@ class Weights:
         return cls(folder, tensors)
 
     def get(self, name: str) -> Stored | None:
-        """Return a tensor by its short name, None if there is none."""
+        """Return a tensor by its short name, or None."""
         return self.tensors.get(name)
 
     def some(self, part: str) -> Stored | None:
-        """Return a tensor whose name contains `part`, None if there is none."""
+        """Return a tensor whose name contains `part`, or None."""
         return next((t for name, t in self.tensors.items() if part in name), None)
 
 
 def short_name(name: str) -> str:
-    """Return one name for a tensor that exports name differently."""
+    """Return a uniform name for a tensor, whose prefix differs between exports."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     for pattern, same in _SAME:
@@ -121,9 +121,7 @@ def short_name(name: str) -> str:
 
 
 def read_header(path: Path) -> list[Stored]:
-    """Return the tensors of a safetensors file, in its order. Raises ModelError for a file that is none, or is cut
-    off.
-    """
+    """Return the tensors of a safetensors file, in its order. Raises ModelError for another kind of file, or one cut off."""
     try:
         n_file = path.stat().st_size
         with path.open("rb") as file:
@@ -157,7 +155,7 @@ def _entry(value: Any) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _printable(text: str) -> str:
-    """Return a text if it can be shown in a sentence. Raises ValueError and AttributeError."""
+    """Return a text if it is printable. Raises ValueError and AttributeError."""
     if not text.isprintable():
         raise ValueError
     return text

@@ -1,1 +1,1 @@
-"""A model and its options as contexts, pools and sequences, and what they take."""
+"""From a model and its options to contexts, pools and sequences, and their memory."""

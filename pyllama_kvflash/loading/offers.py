@@ -264,8 +264,8 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Facts about a model. embeddings: bytes of token embeddings, in RAM, of which a token reads next to nothing. share: the fraction
-    that a token reads of other weights in RAM. of_experts: the model has experts. recurrent: it has recurrent states.
+    """Facts about a model. embeddings: bytes of token embeddings, in RAM; a token reads almost none of them. share: the fraction of
+    other weights in RAM that a token reads. of_experts: the model has experts. recurrent: it has recurrent states.
     """
 
     embeddings: int

@@ -114,13 +114,13 @@ ON_DISK = Refusal(
     "layers on a GPU fetch from pinned memory, and records on disk (`disk`) cannot be pinned",
     f"{_OTHER}, or leave `disk` out",
 )
-"""Codes with records on disk and a layer on a GPU. The engine says so."""
+"""Codes with records on disk and a layer on a GPU. The engine refuses them."""
 
 SHIFT = Refusal(
     "a full context is not shifted, for the chunks outside the pool would have to be shifted, too",
     "use a larger `n_ctx`, which costs a pool no memory",
 )
-"""Context shift: llama_memory_can_shift() returns false, and the engine says that the tokens do not fit."""
+"""Context shift: llama_memory_can_shift() returns false, and the engine reports that the tokens do not fit."""
 
 
 def of_model(kind: str) -> str:

@@ -199,8 +199,8 @@ class Context(PartialState):
 
     @contextmanager
     def same_output(self) -> Iterator[None]:
-        """Within the block, another context may compute. Afterwards, logits() and queries() of all sequences are again those that
-        this context computed last.
+        """Within the block, another context may compute. Afterwards, logits() and queries() of all sequences return this context's
+        last results again.
         """
         before = {seq: o for seq, o in self._shared.outputs.items() if o.native == self.handle}
         yield

@@ -217,8 +217,8 @@ class Sampler:
         return int(self._token[0])
 
     def probs(self, ctx: Context, token: int, i: int = -1) -> tuple[float, tuple[tuple[int, float], ...]] | None:
-        """Return the log-probability of a token, and those of the most likely tokens, by the raw logits of token i of the last batch.
-        None if n_probs is None.
+        """Return the log-probability of a token, and the most likely tokens with theirs, by the raw logits of token i of the last
+        batch. None if n_probs is None.
         """
         if self._n_probs is None:
             return None

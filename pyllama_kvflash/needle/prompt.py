@@ -185,7 +185,7 @@ class _Prose:
     def take(self, room: int) -> str:
         """Take a line of at most `room` tokens, "" if the next sentence is longer than that.
 
-        The line is the rest of the current paragraph, or as many sentences of it as fit.
+        The line is the rest of the current paragraph, or its first sentences that fit.
         """
         if not self._rest:
             if self._next == len(self._paragraphs):

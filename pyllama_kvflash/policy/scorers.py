@@ -230,8 +230,8 @@ def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Seq
 def _closer(
     view: View, keys: AllKeys, queries: Sequence[Floats], scales: Sequence[float], scores: Scores, n: int
 ) -> None:
-    """Replace the n best scores by the mass over all keys of these chunks and of those that are not candidates. Scales the other
-    scores to stay below them.
+    """Replace the n best scores by the exact mass: its softmax is over all keys of these chunks and of all non-candidates. Scales
+    the other scores to stay below.
     """
     n_best = min(n, int(np.count_nonzero(view.candidates)))
     best = np.sort(np.argsort(-scores, kind="stable")[:n_best])

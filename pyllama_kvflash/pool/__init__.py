@@ -1,1 +1,1 @@
-"""A sequence in a pool: which of its chunks are on the device, and what moves them."""
+"""A sequence in a pool: the residency of its chunks, and their moves."""

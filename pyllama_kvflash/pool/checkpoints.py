@@ -127,7 +127,7 @@ class Checkpoints:
 
 
 def least(positions: Sequence[int], spared: Sequence[int] = ()) -> int:
-    """Return the position whose checkpoint is worth least, the oldest one if several are equal. positions: in ascending order.
+    """Return the position of the least useful checkpoint, the oldest if several are equal. positions: in ascending order.
 
     spared: evicted only if no other checkpoint is old enough. A snapshot can be cut there; without it the next batch would be cut.
 

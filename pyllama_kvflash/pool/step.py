@@ -3,11 +3,11 @@
 The order of these lines makes a step safe. Wherever Ctrl-C, a full pool or an error cuts it off, every token is either
 in the history or pending, and the next step first removes its leftovers (`PooledSequence.recover`).
 
-The tokens of a draft are decoded first. Their logits then say how many are accepted, and `keep` keeps these:
+A draft is decoded whole. Its logits then determine how many tokens are accepted, and `keep` keeps these:
 
     advance([part], native.ALL)
     try:
-        ...  # part.accepted = how many, and what follows them
+        ...  # part.accepted = (number of accepted tokens, the next token)
     finally:
         keep(part)
 """

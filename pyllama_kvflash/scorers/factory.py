@@ -43,7 +43,7 @@ def _load(point: EntryPoint) -> Scorer:
     where = f"policy {point.name!r}, which {point.value} registers,"
     try:
         scorer = point.load()()
-    except Exception as err:  # somebody else's code
+    except Exception as err:  # third-party code
         msg = f"{where} cannot be loaded: {type(err).__name__}: {err}"
         raise UsageError(msg) from err
     if not isinstance(scorer, Scorer):

@@ -267,7 +267,7 @@ class PrefixCache:
     def _supersede(self, path: Path) -> None:
         """Remove files that this one replaces.
 
-        Their text is a prefix of this one's, this one can be cut wherever they can, and no other file needs them. This one
+        A replaced file's text is a prefix of this one's, its cuts are possible here, and no other file needs it. This one
         inherits the latest time of use.
         """
         files = {file.path: file for file in self._known(path.parent)}

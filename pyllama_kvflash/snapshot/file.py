@@ -206,7 +206,7 @@ class Outline:
 
     @property
     def as_source(self) -> Source:
-        """This file as a source of another one, with its own records."""
+        """The file as a source of another one, with its own records."""
         return Source(self.path.name, self.header, layout.n_lent(self.sources), len(self.checksums))
 
     @property
