@@ -191,6 +191,7 @@ struct kvf_pool_params {
     uint32_t n_exchange; uint32_t coarse_k; uint32_t coarse_v; uint32_t late;
     struct llama_context * panes;
 };
+struct kvf_heads { uint32_t n_query; uint32_t n_kv; uint32_t n_embd; uint32_t n_embd_v; };
 struct kvf_codes_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_known; uint32_t n_block; uint32_t n_slot; };
 struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; uint64_t least_bytes; };
 struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; uint32_t n_stream; };
@@ -328,6 +329,7 @@ int  kvf_codes_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer,
                    const void * const * records, uint32_t n);
 int  kvf_codes_cover(struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
 int  kvf_codes_forget(struct llama_context * ctx, llama_seq_id seq);
+uint64_t kvf_choice_bytes(const struct kvf_heads * heads, uint32_t n_layer, uint32_t n_ctx, uint32_t n_seq, uint32_t n_pool, uint32_t n_chunk);
 int  kvf_codes_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_codes_info * info);
 int  kvf_guests_fetched(struct llama_context * ctx, uint64_t * n);
 int  kvf_codes_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);

@@ -17,19 +17,16 @@ from support import commands
 from support.oracles import ONE_GPU
 from support.runs import BY_SIXTEEN, TOKENS, Open
 
-from kvflash_bench.control import device_bytes
 from kvflash_bench.device import device_kv
-from kvflash_bench.grid import Variant
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.cli.figures import closing_details, details, stats_table
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.loading import memory
 from pyllama_kvflash.loading.planning import needs
-from pyllama_kvflash.native import Context, Device, Model, devices, guests
+from pyllama_kvflash.native import Context, Device, Model, choice_bytes, devices, guests
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import CoarseForm
-from pyllama_kvflash.policy.fresh import GpuChoice, Heads
+from pyllama_kvflash.policy.fresh import Heads
 from pyllama_kvflash.policy.sizing import RESERVE
 
 pytestmark = pytest.mark.native
@@ -51,12 +48,13 @@ def test_what_is_kept_free_follows_the_shape() -> None:
     layer that needs the most decides.
     """
     heads, n_layer = LLAMA_8B
-    choice = GpuChoice((heads,) * n_layer, 128 << 10, 1, 4096, 64)
-    assert 26 * MIB < choice.n_bytes < 30 * MIB
-    assert replace(choice, heads=(heads,)).n_bytes > choice.n_bytes - 2 * MIB
+    shape = 128 << 10, 1, 4096, 64
+    choice = choice_bytes((heads,) * n_layer, *shape)
+    assert 26 * MIB < choice < 30 * MIB
+    assert choice_bytes((heads,), *shape) > choice - 2 * MIB
     wide = Heads(64, 16, 128, 128)
-    one, all_ = (replace(choice, heads=(wide,) * n + (heads,) * (n_layer - n)).n_bytes for n in (1, n_layer))
-    assert one == all_ > 1.9 * choice.n_bytes
+    one, all_ = (choice_bytes((wide,) * n + (heads,) * (n_layer - n), *shape) for n in (1, n_layer))
+    assert one == all_ > 1.9 * choice
 
 
 #
@@ -87,7 +85,7 @@ def codes_of(path: Path, n_ctx: int, n_pool: int, **changes: Any) -> int:
     n_cells = -(-n_ctx // 256) * 256
     codes = sum(form.gpu_bytes(h, n_cells) for h in heads)
     n_seq: int = made["n_seq"]
-    return n_seq * codes + GpuChoice(heads, n_cells, n_seq, n_pool, made["chunk"]).n_bytes
+    return n_seq * codes + choice_bytes(heads, n_cells, n_seq, n_pool, made["chunk"])
 
 
 @pytest.mark.parametrize(
@@ -118,18 +116,6 @@ def test_a_plan_says_what_codes_take(
     assert not any(other.coarse for other in others)
 
 
-@pytest.mark.parametrize(
-    "options", [{"policy": "lru", "coarse": "off"}, {"coarse": "off"}, {"pool": "off"}, {"pool": 8192}], ids=str
-)
-def test_nothing_is_kept_free_without_codes(
-    tiny_path: Callable[[str], Path], gpus: Callable[..., None], options: dict[str, Any]
-) -> None:
-    gpus(8 << 30)
-    asked = {"coarse": "4", "n_ctx": 4096, "pool": 1024, "n_threads": 1, **ONE_GPU, **options}
-    found, _ = needs(tiny_path("qwen3"), Options(**asked))
-    assert not any(need.coarse for need in found)
-
-
 @pytest.mark.parametrize(("name", "policy"), [("qwen3", "lru"), ("gemma4", "fresh")])
 def test_no_more_is_taken_than_is_planned(tiny_path: Callable[[str], Path], name: str, policy: str) -> None:
     """Wherever codes are here: little less once nearly the whole context has some."""
@@ -150,12 +136,12 @@ def test_each_gpu_keeps_free_what_its_layers_take(gpus: Callable[..., None], pol
     geometry = Geometry(((128, 128), (128, 128), (256, 256)), (0, 2, 2), heads)
     small, _, large = (CoarseForm(4, 2).gpu_bytes(h, 4096) for h in heads)
     options = Options(coarse="4,2", n_ctx=4096, policy=policy)
-    choice = GpuChoice(heads, 4096, 1, 4096, 64)
-    want = {0: small + choice.n_bytes, 2: small + large + choice.n_bytes}
+    choice = choice_bytes(heads, 4096, 1, 4096, 64)
+    want = {0: small + choice, 2: small + large + choice}
     assert memory.coarse_bytes(geometry, options) == want
     found = memory.device_memory(geometry, options)
     assert [(d.name, d.codes) for d in found] == [("CUDA0", want[0]), ("CUDA2", want[2])]
-    less = choice.n_bytes - replace(choice, n_pool=1024).n_bytes
+    less = choice - choice_bytes(heads, 4096, 1, 1024, 64)
     assert less > 0
     for fixed in (
         memory.coarse_bytes(geometry, replace(options, pool=1024)),
@@ -212,35 +198,3 @@ def test_the_device_holds_pool_codes_and_panes(opened: Open) -> None:
     assert {e.resident_bytes for e in events if isinstance(e, Prefill)} == {kv.resident_bytes}
     now = device_kv(kv)
     assert (now.pool, now.codes, now.panes, now.total) == (held, TAKEN, stats.pane_bytes, kv.resident_bytes)
-
-
-@pytest.mark.usefixtures("on_device")
-def test_text_says_what_codes_take(opened: Open) -> None:
-    """At the start those of the full context, and at the end what there is."""
-    kv = opened(**SMALL)
-    for _ in kv.prefill(TOKENS[:1500]):
-        pass
-    stats = replace(kv.stats(), gpu_bytes=1 << 30)
-    line = closing_details(stats, "length")
-    whole = sum(CoarseForm(4, 4).n_bytes(Heads.of(layer), 4096) for layer in kv.ctx.layers())
-    assert any(f" values ({whole / MIB:.1f} MiB at the full context, " in said for said in details(kv))
-    share = 100 * stats.device_kv_bytes / stats.kv_full_bytes
-    assert f" MiB + 3.0 MiB of codes + {stats.pane_bytes / MIB:.1f} MiB to read prompts, full cache" in line
-    assert f" ({share:.1f} %)" in line
-    assert line.count("of codes") == 1
-    table = stats_table(stats)
-    cells = dict(zip(*(column._cells for column in table.columns), strict=True))
-    assert cells["codes"] == f"{TAKEN:,} bytes (3.0 MiB), of 1,488 tokens"
-    other = opened(**{**SMALL, "policy": "lru", "coarse": "off"})
-    assert other.stats().coarse_bytes == 0
-    assert "of codes" not in closing_details(other.stats(), "length")
-
-
-@pytest.mark.usefixtures("on_device")
-def test_a_control_has_the_codes_of_its_context(opened: Open) -> None:
-    """Of its pool only the part counts through which the prompt is read."""
-    kv = opened(**{**SMALL, "pool": 4096, "snapshots": True, "prefill": "pool"})
-    pool = kv.ctx.kv_bytes().attn
-    control = Variant.parse("fresh/answer=full")
-    assert device_bytes(kv, control, 1024) == pool // 4 + TAKEN
-    assert device_bytes(kv, Variant.parse("fresh"), 1024) == kv.resident_bytes == pool + TAKEN

@@ -18,13 +18,13 @@ from pyllama_kvflash.loading import memory, placement
 from pyllama_kvflash.loading import need as needs_module
 from pyllama_kvflash.loading.need import DRIVER, Need
 from pyllama_kvflash.loading.planning import needs
-from pyllama_kvflash.native import Model
+from pyllama_kvflash.native import Model, choice_bytes
 from pyllama_kvflash.native.device import Device
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import CoarseForm
-from pyllama_kvflash.policy.fresh import GpuChoice, Heads
+from pyllama_kvflash.policy.fresh import Heads
 
 pytestmark = pytest.mark.native
 
@@ -101,7 +101,7 @@ def test_codes_of_layers_on_the_host_count_beside_a_gpus(monkeypatch: pytest.Mon
     monkeypatch.setattr(memory, "devices", lambda: [gpu, host])
     options, heads = Options(n_ctx=4096, pool=1024, coarse="4,2"), (Heads(8, 2, 64, 64),) * 4
     each, its = (f(heads[0], 4096) for f in (CoarseForm(4, 2).n_bytes, CoarseForm(4, 2).gpu_bytes))
-    choice = GpuChoice(heads, 4096, 1, 1024, 64).n_bytes
+    choice = choice_bytes(heads, 4096, 1, 1024, 64)
     places = (1,) * n_host + (0,) * (4 - n_host)
     want = {1: n_host * each, 0: (4 - n_host) * its + choice}
     assert memory.coarse_bytes(Geometry(((128, 128),) * 4, places, heads), options) == {i: want[i] for i in set(places)}

@@ -317,6 +317,16 @@ struct kvf_codes_info {
     uint32_t n_slot;       // guests of a layer
 };
 
+// heads of a layer: of queries and of keys, and the values of a key and of a value row (0: the keys are these rows, too)
+struct kvf_heads {
+    uint32_t n_query, n_kv, n_embd, n_embd_v;
+};
+
+// the bytes of a GPU's memory, beside codes, by which n_layer layers attend to codes and choose guests. n_ctx: positions of
+// each of n_seq sequences. n_pool: cells
+LLAMA_API uint64_t kvf_choice_bytes(
+        const struct kvf_heads * heads, uint32_t n_layer, uint32_t n_ctx, uint32_t n_seq, uint32_t n_pool, uint32_t n_chunk);
+
 // for tests: pools in host memory that are made from now on have these kernels (struct kvf_gpu), null: the CPU's nodes
 LLAMA_API void kvf_set_host_kernels(const void * kernels);
 

@@ -113,18 +113,46 @@ void gpu_coarse::lay_out_passes() {
     }
 }
 
+kvf_gpu_coarse::kvf_gpu_coarse(const kvf_gpu_shape & shape) {
+    const size_t n_layer = shape.layers.size();
+    size_t       of_part = 0, of_passes = 0, of_taken = 0;
+    for (const auto & heads : shape.layers) {
+        const auto a = shape.attend(heads);
+        n_sum        = std::max(n_sum, heads.n_kv * std::max(heads.n_embd, heads.n_embd_v));
+        of_part      = std::max<size_t>(of_part, a.part_size());
+        of_passes    = std::max(of_passes, (size_t) heads.n_kv * a.n_pass(kvf_gpu_attend::MOST_TOKEN) * a.pass_size());
+        of_taken     = kvf_gpu_attend::MOST_TOKEN * a.n_word() * sizeof(uint32_t); // alike in all layers
+    }
+    for (auto & at : codes) {
+        at = take(shape.n_table() * sizeof(kvf_gpu_codes));
+    }
+    layers = take(n_layer * sizeof(kvf_gpu_layer));
+    coders = take(n_layer * 2 * sizeof(kvf_gpu_coder));
+    sums   = take(n_layer * 2 * n_sum * 2 * sizeof(double));
+    chunks = take(shape.n_record() * sizeof(void *));
+    parts  = take(kvf_gpu_attend::MOST_ROW_PART * shape.n_query() * of_part * sizeof(float));
+    passes = take(of_passes);
+    taken  = take(of_taken);
+}
+
+uint64_t kvf_choice_bytes(
+        const kvf_heads * heads, uint32_t n_layer, uint32_t n_ctx, uint32_t n_seq, uint32_t n_pool, uint32_t n_chunk) {
+    const kvf_gpu_shape shape = {{heads, heads + n_layer}, n_ctx, n_seq, n_pool, n_chunk};
+    return kvf_gpu_choice(shape).end + kvf_gpu_coarse(shape).end;
+}
+
 // take the memory of codes of whole contexts
 void gpu_coarse::lay_out_codes() {
     const uint32_t n_layer = layers.size();
     const uint32_t n_tile  = (fresh.its.n_ctx + kvf_codes::TILE * kvf_codes::UNIT - 1) / (kvf_codes::TILE * kvf_codes::UNIT);
     const uint32_t n_segment = (fresh.its.n_ctx + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT;
 
-    kvf_gpu_places in, all_codes;
-    const size_t   at_of[] = {
-            in.take(n_layer * n_seq * sizeof(kvf_gpu_codes)), in.take(n_layer * n_seq * sizeof(kvf_gpu_codes))};
-    const size_t at_layers = in.take(n_layer * sizeof(kvf_gpu_layer));
-    uint32_t     n_query = 0, width = 0;
-    size_t       passes = 0, taken = 0;
+    const kvf_gpu_coarse in(kvf_gpu_shape::of(fresh));
+    kvf_gpu_places       all_codes;
+    n_sum     = in.n_sum;
+    at_coders = in.coders;
+    at_sums   = in.sums;
+    at_chunks = in.chunks;
     for (uint32_t kind = 0; kind < 2; ++kind) {
         at[kind].assign(n_layer, {});
         for (uint32_t i = 0; i < n_layer; ++i) {
@@ -132,9 +160,6 @@ void gpu_coarse::lay_out_codes() {
             const auto & its = codes[0][i];
             const auto & c   = kind ? its.values() : its.keys();
             n_head           = std::max(n_head, c.n_head);
-            n_sum            = std::max(n_sum, c.n_head * c.d);
-            n_query          = std::max(n_query, fresh.layers[i].info.n_head);
-            width            = std::max(width, its.values().width);
             for (uint32_t seq = 0; seq < n_seq; ++seq) {
                 if (kind && its.all.size() == 1) {
                     at[1][i].push_back(at[0][i][seq]); // they are the keys'
@@ -150,28 +175,13 @@ void gpu_coarse::lay_out_codes() {
             }
         }
     }
-    kvf_gpu_attend widest  = {};
-    widest.coding[1].width = width;
-    widest.coding[1].n_bit = 2;
-
-    for (const auto & a : attends) {
-        if (a.share == 0) { continue; }
-        passes = std::max(passes, (size_t) a.p.n_head_kv * a.n_pass(kvf_gpu_attend::MOST_TOKEN) * a.pass_size());
-        taken  = kvf_gpu_attend::MOST_TOKEN * a.n_word() * sizeof(uint32_t); // alike in all layers
-    }
-
-    at_coders              = in.take(n_layer * 2 * sizeof(kvf_gpu_coder));
-    at_sums                = in.take((size_t) n_layer * 2 * n_sum * 2 * sizeof(double));
-    at_chunks              = in.take((size_t) n_record * sizeof(void *));
-    const size_t at_parts  = in.take((size_t) kvf_gpu_attend::MOST_ROW_PART * n_query * widest.part_size() * sizeof(float));
-    const size_t at_passes = in.take(passes), at_taken = in.take(taken);
     take_codes(all_codes.end);
     tables = kvf_gpu_memory(buft, in.end);
 
     for (auto & a : attends) {
-        a.parts  = (float *) tables.at(at_parts);
-        a.passes = tables.at(at_passes);
-        a.taken  = (uint32_t *) tables.at(at_taken);
+        a.parts  = (float *) tables.at(in.parts);
+        a.passes = tables.at(in.passes);
+        a.taken  = (uint32_t *) tables.at(in.taken);
     }
     for (uint32_t kind = 0; kind < 2; ++kind) {
         std::vector<kvf_gpu_codes> of(n_layer * n_seq);
@@ -182,13 +192,13 @@ void gpu_coarse::lay_out_codes() {
                         (float *) (base + p.means), (const float *) (base + p.factors)};
             }
         }
-        gpu.upload(tables.at(at_of[kind]), of.data(), of.size() * sizeof(of[0]));
+        gpu.upload(tables.at(in.codes[kind]), of.data(), of.size() * sizeof(of[0]));
         for (auto & a : attends) {
-            a.codes[kind] = (const kvf_gpu_codes *) tables.at(at_of[kind]);
+            a.codes[kind] = (const kvf_gpu_codes *) tables.at(in.codes[kind]);
         }
     }
-    gpu.upload(tables.at(at_layers), layers.data(), n_layer * sizeof(layers[0]));
-    all.layers = (const kvf_gpu_layer *) tables.at(at_layers);
+    gpu.upload(tables.at(in.layers), layers.data(), n_layer * sizeof(layers[0]));
+    all.layers = (const kvf_gpu_layer *) tables.at(in.layers);
 }
 
 // the memory of all codes: that of panes, if these leave as much

@@ -42,6 +42,37 @@ struct kvf_gpu_places {
     size_t end = 0;
 };
 
+// what the memory depends on that is needed beside codes
+struct kvf_gpu_shape {
+    std::vector<kvf_heads> layers; // wherever they are
+    uint32_t               n_ctx, n_seq, n_cell, n_chunk;
+
+    static kvf_gpu_shape of(const kvf_fresh & fresh);
+
+    uint32_t       n_block() const { return n_cell / n_chunk; }
+    uint32_t       n_slot() const { return n_block() * (n_chunk / kvf_fresh::UNIT); }
+    uint32_t       n_record() const { return (n_ctx + n_chunk - 1) / n_chunk; } // of a sequence
+    uint32_t       n_table() const { return layers.size() * n_seq; }
+    uint32_t       n_query() const; // of the layer that has the most
+    kvf_gpu_ask    ask() const;
+    kvf_gpu_attend attend(const kvf_heads & heads) const;
+};
+
+// where the pieces are by which layers choose
+struct kvf_gpu_choice : kvf_gpu_places {
+    explicit kvf_gpu_choice(const kvf_gpu_shape & shape);
+
+    size_t lse, parts, shares, tops, moves, n_moves, counts, table, records, blocks, guests;
+};
+
+// and those by which codes are made and attended to
+struct kvf_gpu_coarse : kvf_gpu_places {
+    explicit kvf_gpu_coarse(const kvf_gpu_shape & shape);
+
+    uint32_t n_sum = 0; // values of keys or of value rows of a layer
+    size_t   codes[2], layers, coders, sums, chunks, parts, passes, taken;
+};
+
 struct kvf_gpu_chooser : kvf_chooser {
     kvf_gpu_chooser(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer_t buf);
 

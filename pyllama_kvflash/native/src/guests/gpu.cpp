@@ -60,48 +60,85 @@ kvf_gpu_chooser::kvf_gpu_chooser(kvf_fresh & fresh, kvf_kernels & gpu, ggml_back
     view.nb[0] = view.nb[1] = view.nb[2] = view.nb[3] = sizeof(float);
 }
 
+kvf_gpu_shape kvf_gpu_shape::of(const kvf_fresh & fresh) {
+    kvf_gpu_shape res = {{}, fresh.its.n_ctx, (uint32_t) fresh.sequences.size(), fresh.n_cell, fresh.n_chunk};
+    for (const auto & l : fresh.layers) {
+        const auto & i = l.info;
+        res.layers.push_back({i.n_head, i.n_head_kv, i.n_embd_head_k, i.n_embd_v / i.n_head_kv});
+    }
+    return res;
+}
+
+uint32_t kvf_gpu_shape::n_query() const {
+    uint32_t res = 0;
+    for (const auto & heads : layers) {
+        res = std::max(res, heads.n_query);
+    }
+    return res;
+}
+
+kvf_gpu_ask kvf_gpu_shape::ask() const {
+    return {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block(), n_record() * (n_chunk / kvf_fresh::UNIT)};
+}
+
+// as far as the sizes of its scratch memory depend on it
+kvf_gpu_attend kvf_gpu_shape::attend(const kvf_heads & heads) const {
+    kvf_gpu_attend res = {};
+    res.p.n_head_kv    = heads.n_kv;
+    res.p.ask          = ask();
+    res.share          = heads.n_query / heads.n_kv;
+    for (uint32_t kind = 0; kind < 2; ++kind) {
+        auto & to = res.coding[kind];
+        to.d      = kind && heads.n_embd_v ? heads.n_embd_v : heads.n_embd;
+        to.width  = GGML_PAD(to.d, 16);
+        to.n_bit  = 2; // sums of 4 bits take no more
+    }
+    return res;
+}
+
+kvf_gpu_choice::kvf_gpu_choice(const kvf_gpu_shape & shape) {
+    const auto   ask     = shape.ask();
+    const size_t n_query = (size_t) ask.n_asker * shape.n_query();
+    lse                  = take(sizeof(float) * n_query * ask.n_unit);
+    parts                = take(2 * sizeof(float) * n_query * KVF_GPU_PARTS);
+    shares               = take(sizeof(int32_t) * shape.n_seq * ask.n_unit);
+    tops                 = take(sizeof(int32_t) * shape.n_seq * (ask.n_unit / 4 + 1));
+    moves                = take(sizeof(kvf_move) * shape.n_slot());
+    n_moves              = take(sizeof(uint32_t));
+    counts               = take(2 * sizeof(uint64_t));
+    table                = take(sizeof(int32_t) * shape.n_table() * shape.n_slot());
+    records              = take(sizeof(void *) * shape.n_seq * shape.n_record());
+    blocks               = take(sizeof(int32_t) * shape.n_block());
+    guests               = take(sizeof(kvf_gpu_guests) * shape.n_table());
+}
+
 // take the fixed memory. returns what all layers have in common
 kvf_gpu_layer kvf_gpu_chooser::lay_out() {
-    const uint32_t n_layer = fresh.layers.size(), n_block = fresh.n_cell / fresh.n_chunk;
-    const uint32_t each   = fresh.n_chunk / kvf_fresh::UNIT;
-    uint32_t       n_head = 0;
-    for (const auto & l : fresh.layers) {
-        n_head = std::max(n_head, l.info.n_head);
-    }
-    n_record = (fresh.its.n_ctx + fresh.n_chunk - 1) / fresh.n_chunk;
+    const auto           shape = kvf_gpu_shape::of(fresh);
+    const kvf_gpu_choice in(shape);
+    n_record   = shape.n_record();
+    at_records = in.records;
+    at_blocks  = in.blocks;
+    at_guests  = in.guests;
+    fixed      = kvf_gpu_memory(buft, in.end);
 
     kvf_gpu_layer res = {};
     res.n_chunk       = fresh.n_chunk;
-    res.n_slot        = n_block * each;
+    res.n_slot        = shape.n_slot();
     res.n_exchange    = fresh.its.n_exchange;
-    res.ask           = {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block, n_record * each};
-
-    kvf_gpu_places in;
-    const auto     at_lse     = in.take(sizeof(float) * res.ask.n_asker * n_head * res.ask.n_unit);
-    const auto     at_parts   = in.take(2 * sizeof(float) * res.ask.n_asker * n_head * KVF_GPU_PARTS);
-    const auto     at_shares  = in.take(sizeof(int32_t) * n_seq * res.ask.n_unit);
-    const auto     at_tops    = in.take(sizeof(int32_t) * n_seq * (res.ask.n_unit / 4 + 1));
-    const auto     at_moves   = in.take(sizeof(kvf_move) * res.n_slot);
-    const auto     at_n_moves = in.take(sizeof(uint32_t));
-    const auto     at_counts  = in.take(2 * sizeof(uint64_t));
-    const auto     at_table   = in.take(sizeof(int32_t) * n_layer * n_seq * res.n_slot);
-    at_records                = in.take(sizeof(void *) * n_seq * n_record);
-    at_blocks                 = in.take(sizeof(int32_t) * n_block);
-    at_guests                 = in.take(sizeof(kvf_gpu_guests) * n_layer * n_seq);
-    fixed                     = kvf_gpu_memory(buft, in.end);
-
-    for (uint32_t i = 0; i < n_layer * n_seq; ++i) {
-        all_guests.push_back({(int32_t *) fixed.at(at_table) + (size_t) i * res.n_slot,
+    res.ask           = shape.ask();
+    for (uint32_t i = 0; i < shape.n_table(); ++i) {
+        all_guests.push_back({(int32_t *) fixed.at(in.table) + (size_t) i * res.n_slot,
                 (const char * const *) fixed.at(at_records) + (size_t) (i % n_seq) * n_record});
     }
-    res.lse       = (float *) fixed.at(at_lse);
-    res.parts     = (float *) fixed.at(at_parts);
-    res.keys      = (int32_t *) fixed.at(at_shares);
-    res.tops      = (int32_t *) fixed.at(at_tops);
-    res.moves     = (kvf_move *) fixed.at(at_moves);
-    res.n_moves   = (uint32_t *) fixed.at(at_n_moves);
-    res.n_fetched = (uint64_t *) fixed.at(at_counts);
-    res.n_arrived = (uint32_t *) fixed.at(at_counts) + 2;
+    res.lse       = (float *) fixed.at(in.lse);
+    res.parts     = (float *) fixed.at(in.parts);
+    res.keys      = (int32_t *) fixed.at(in.shares);
+    res.tops      = (int32_t *) fixed.at(in.tops);
+    res.moves     = (kvf_move *) fixed.at(in.moves);
+    res.n_moves   = (uint32_t *) fixed.at(in.n_moves);
+    res.n_fetched = (uint64_t *) fixed.at(in.counts);
+    res.n_arrived = (uint32_t *) fixed.at(in.counts) + 2;
     res.n_met     = res.n_arrived + 1;
     return res;
 }
