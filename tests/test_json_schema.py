@@ -103,7 +103,7 @@ def test_there_is_a_case_of_each_keyword() -> None:
     rest = {"$recursiveAnchor", "$vocabulary", "contentSchema", "id", "discriminator", "xml", "externalDocs"}
     rest |= {"propertyOrdering", "enumNames", "enumDescriptions", "markdownDescription", "errorMessage"}
     rest |= {"defaultSnippets", "deprecationMessage"}
-    assert (KEYWORDS.keys() | ANNOTATIONS) - of_schemas == rest
+    assert (KEYWORDS | ANNOTATIONS) - of_schemas == rest
     assert not check({"type": "integer", "$recursiveAnchor": True, **dict.fromkeys(rest & ANNOTATIONS)}).loosened
 
 

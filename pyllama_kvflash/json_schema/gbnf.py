@@ -27,7 +27,6 @@ from pyllama_kvflash.json_schema.shapes import (
     Key,
     Number,
     Object,
-    Property,
     Shape,
     Shapes,
     Text,
@@ -35,22 +34,20 @@ from pyllama_kvflash.json_schema.shapes import (
 )
 from pyllama_kvflash.json_schema.values import text_of
 
-_PLAIN = r'[^"\\\x7F\x00-\x1F]'
 _FIXED = {
     "space": r'| " " | "\n"{1,2} [ \t]{0,20}',
     "hex": "[0-9a-fA-F]",
-    "plain": _PLAIN,
+    "plain": r'[^"\\\x7F\x00-\x1F]',
     # no half of a surrogate pair, and a pair is one character
-    "char": r'plain | "\\" (["\\/bfnrt] | "u" ([0-9a-cA-CefEF] hex{3} | [dD] [0-7] hex{2}'
-    r' | [dD] [89abAB] hex{2} "\\u" [dD] [c-fC-F] hex{2}))',
-    "string": r'"\"" char* "\""',
+    "char": r'$plain | "\\" (["\\/bfnrt] | "u" ([0-9a-cA-CefEF] $hex{3} | [dD] [0-7] $hex{2}'
+    r' | [dD] [89abAB] $hex{2} "\\u" [dD] [c-fC-F] $hex{2}))',
+    "string": r'"\"" $char* "\""',
     "number": '"-"? ("0" | [1-9] [0-9]{0,15}) ("." [0-9]{1,16})? ([eE] [-+]? [0-9]{1,2})?',
-    "object": '"{" space (string space ":" space value ("," space string space ":" space value)*)? space "}"',
-    "array": '"[" space (value ("," space value)*)? space "]"',
-    "value": 'object | array | string | number | "true" | "false" | "null"',
+    "object": '"{" $space ($string $space ":" $space $value ("," $space $string $space ":" $space $value)*)? $space "}"',
+    "array": '"[" $space ($value ("," $space $value)*)? $space "]"',
+    "value": '$object | $array | $string | $number | "true" | "false" | "null"',
 }
-_QUOTED = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]'
-_NAME = re.compile(_QUOTED + r"|([a-zA-Z][a-zA-Z0-9-]*)", re.DOTALL)
+"""Rules that schemas share; $ names one of them."""
 
 
 def literal(text: str) -> str:
@@ -106,9 +103,7 @@ class Writer:
         own = f"{self._prefix}{name}"
         if own not in self._rules:
             self._rules[own] = ""
-            self._rules[own] = _NAME.sub(
-                lambda found: self._fixed(found[1]) if found[1] in _FIXED else found[0], _FIXED[name]
-            )
+            self._rules[own] = re.sub(r"\$(\w+)", lambda found: self._fixed(found[1]), _FIXED[name])
         return own
 
     def _shape(self, shape: Shape) -> str:
@@ -198,21 +193,59 @@ class Writer:
         return res
 
     #
-    # arrays
+    # arrays and objects
     #
 
     def _array(self, shape: Array) -> str:
-        n = len(shape.prefix)
-        high = None if shape.high is None else max(0, shape.high - n)
-        inner = (
-            ""
-            if shape.rest is None
-            else self._several(self._value(shape.rest), max(0, shape.low - n), high, first=n == 0)
-        )
-        for i in reversed(range(n)):
-            item = self._spaced(self._comma if i else "", self._value(shape.prefix[i]), inner)
-            inner = item if i < shape.low else f"{self._rule(item)}?"
-        return f'"[" {self._spaced(self._fixed("space"), inner, self._fixed("space"))} "]"'
+        items = [(self._value(key), i < shape.low) for i, key in enumerate(shape.prefix)]
+        rest = None if shape.rest is None else self._value(shape.rest)
+        return self._enclosed("[", self._members(items, rest, shape.low, shape.high, may_skip=False), "]")
+
+    def _object(self, shape: Object) -> str:
+        pairs = [(self._pair(literal(text_of(p.name)), p.key), p.required) for p in shape.properties]
+        others = [self._pair(self._text(other.names), other.key) for other in shape.others]
+        rest = self._rule(" | ".join(others)) if others else None
+        return self._enclosed("{", self._members(pairs, rest, shape.low, shape.high, may_skip=True), "}")
+
+    def _enclosed(self, left: str, members: str, right: str) -> str:
+        return f'"{left}" {self._spaced(self._fixed("space"), members, self._fixed("space"))} "{right}"'
+
+    def _pair(self, name: str, key: Key) -> str:
+        space = self._fixed("space")
+        return self._rule(f'{name} {space} ":" {space} {self._value(key)}')
+
+    def _members(
+        self, members: list[tuple[str, bool]], rest: str | None, low: int, high: int | None, *, may_skip: bool
+    ) -> str:
+        """Return members, each with whether it must be there, and then others: low to high of them (None: no bound). A rule for
+        what comes from each member on, by how many are before it. may_skip: further ones may follow one that is left out.
+        """
+        most = max(1, low) if high is None else high  # at which nothing changes any more, or no more may come
+        before = [{0}]
+        for _, required in members:
+            one_more = {min(n + 1, most) for n in before[-1] if n != high}
+            before.append(one_more if required or not may_skip else one_more | before[-1])
+        after = {n: self._rest(rest, n, low, high) for n in before.pop()}
+        for (member, required), counts in reversed(list(zip(members, before, strict=True))):
+            behind, after = after, {}
+            for n in counts:
+                then = None if n == high else behind[min(n + 1, most)]
+                without = None if required else behind[n] if may_skip else ""
+                one = self._spaced(self._comma if n else "", member)
+                if then is not None and then == without:
+                    after[n] = self._rule(self._spaced(f"({one})?", then))
+                    continue
+                options = [] if then is None else [self._spaced(one, then)]
+                options += [without] if without else []
+                body = " | ".join(options)
+                after[n] = f"({body})?" if options and without == "" else self._rule(body) if options else without
+        return after[0] or ""
+
+    def _rest(self, rule: str | None, n: int, low: int, high: int | None) -> str | None:
+        """Return further members behind n others; None: there would be too few."""
+        if rule is None:
+            return "" if n >= low else None
+        return self._several(rule, max(0, low - n), None if high is None else high - n, first=n == 0)
 
     @property
     def _comma(self) -> str:
@@ -227,49 +260,6 @@ class Writer:
             return self._repeated(more, low, high)
         some = self._spaced(rule, self._repeated(more, max(0, low - 1), None if high is None else high - 1))
         return some if low else f"({some})?"
-
-    #
-    # objects
-    #
-
-    def _object(self, shape: Object) -> str:
-        space = self._fixed("space")
-        return f'"{{" {self._spaced(space, self._members(shape), space)} "}}"'
-
-    def _members(self, shape: Object) -> str:
-        """Return the members of an object: a rule for what comes from each property on, by how many members are before it."""
-        most = (
-            max(1, shape.low) if shape.high is None else shape.high
-        )  # at which nothing changes any more, or no more come
-        before = [{0}]
-        for p in shape.properties:
-            one_more = {min(n + 1, most) for n in before[-1] if n != shape.high}
-            before.append(one_more | (set() if p.required else before[-1]))
-        after = {n: self._others(shape, n) for n in before.pop()}
-        for p, counts in reversed(list(zip(shape.properties, before, strict=True))):
-            pair, behind = self._pair(p), after
-            after = {}
-            for n in counts:
-                rest = None if n == shape.high else behind.get(min(n + 1, most))
-                options = [] if rest is None else [self._spaced(self._comma if n else "", pair, rest)]
-                left_out = None if p.required else behind.get(n)
-                options += [left_out] if left_out else []
-                body = " | ".join(options)
-                after[n] = f"({body})?" if options and left_out == "" else self._rule(body) if options else left_out
-        return after[0] or ""
-
-    def _others(self, shape: Object, n: int) -> str | None:
-        """Return the members behind the properties, of which there are n; None: there would be too few."""
-        if not shape.others:
-            return "" if n >= shape.low else None
-        space = self._fixed("space")
-        pairs = (f'{self._text(other.names)} {space} ":" {space} {self._value(other.key)}' for other in shape.others)
-        high = None if shape.high is None else shape.high - n
-        return self._several(self._rule(" | ".join(pairs)), max(0, shape.low - n), high, first=n == 0)
-
-    def _pair(self, prop: Property) -> str:
-        space = self._fixed("space")
-        return self._rule(f'{literal(text_of(prop.name))} {space} ":" {space} {self._value(prop.key)}')
 
 
 def json_text(text: str) -> str:

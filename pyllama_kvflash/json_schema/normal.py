@@ -7,7 +7,7 @@ from pyllama_kvflash.json_schema.branches import Branch, Branches
 from pyllama_kvflash.json_schema.context import Context
 from pyllama_kvflash.json_schema.document import Place, SchemaError
 from pyllama_kvflash.json_schema.keywords import OF_TYPE
-from pyllama_kvflash.json_schema.shapes import Anything, Array, Key, Object, Shape, Shapes, Values, parts, pruned, size
+from pyllama_kvflash.json_schema.shapes import Anything, Key, Shape, Shapes, Values, parts, pruned, size
 from pyllama_kvflash.json_schema.values import ALL_KINDS, frozen, kind_of, kinds, listed
 
 MAX_SHAPES = 10_000
@@ -42,7 +42,7 @@ class Normal:
             )
         res = pruned(self._shapes)
         if not res[key]:
-            raise self._nothing(key)
+            raise self._nothing()
         return res
 
     def _made(self, key: Key) -> list[Shape]:
@@ -93,23 +93,11 @@ class Normal:
         lists = listed(self._document.child(place, "not"))
         return not lists or any(kind_of(value) in allowed for value in lists[0])
 
-    def _nothing(self, key: Key) -> SchemaError:
+    def _nothing(self) -> SchemaError:
         """Return the error for a schema of which there is no value: at the first part that has no shape at all."""
-        seen, todo = set(), [key]
-        while todo:
-            at = todo.pop(0)
-            if all(shape == Values(()) for shape in self._shapes[at]):
-                place = self._document.places[at[0]]
+        for key, options in self._shapes.items():
+            if all(shape == Values(()) for shape in options):
+                place = self._document.places[key[0]]
                 word = next((k for k in ("const", "enum") if place.has(k)), "")
                 return SchemaError(place.pointer, word, "no value meets it and all that stands beside it")
-            if at not in seen:
-                seen.add(at)
-                todo += [part for shape in self._shapes[at] for part in _needed(shape)]
         return SchemaError("#", "", "no value meets it: it must have itself in it without end")
-
-
-def _needed(shape: Shape) -> list[Key]:
-    """Return the keys of what a value of a shape must have in it."""
-    if isinstance(shape, Object):
-        return [p.key for p in shape.properties if p.required]
-    return list(parts(shape)) if isinstance(shape, Array) and shape.low else []

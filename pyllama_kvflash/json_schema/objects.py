@@ -18,7 +18,7 @@ from pyllama_kvflash.json_schema.merged import (
     unevaluated,
 )
 from pyllama_kvflash.json_schema.shapes import Key, Object, Other, Property, Shape, Text
-from pyllama_kvflash.json_schema.values import Unsure
+from pyllama_kvflash.json_schema.values import Unsure, listed
 
 MAX_PATTERNS = 4  # of names: each combination of them is looked at
 MAX_COUNTED = 1_000  # optional properties, each by the number of those before it
@@ -36,9 +36,6 @@ def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
     names = dict.fromkeys(n for place in branch.places for n in place.get("properties", {})) | required
     others = _others(context, branch, unsaid)
     called = _called(context, branch) if others else ANYTHING
-    if isinstance(called, list):
-        names |= dict.fromkeys(called)
-        others, called = [], ANYTHING
     allowed = [name for name in names if _allowed(context, branch, name)]
     if not required.keys() <= set(allowed):
         return []
@@ -107,22 +104,20 @@ def _others(context: Context, branch: Branch, unsaid: list[Place]) -> _Others:
     return res
 
 
-def _called(context: Context, branch: Branch) -> Language | list[str]:
-    """Return what propertyNames lets properties be called: the names if it lists them."""
+def _called(context: Context, branch: Branch) -> Language:
+    """Return what propertyNames lets properties be called."""
     given = [context.document.child(place, "propertyNames") for place, _ in branch.having("propertyNames")]
-    if not given:
-        return ANYTHING
-    found = [b for b in Branches(context.document, context.checker).of(given) if "string" in b.kinds]
-    listed = [b for b in found if any(p.has("enum") or p.has("const") for p in b.places)]
-    if len(listed) == len(found):
-        values = [
-            v for b in listed for p in b.places for v in ([p.get("const")] if p.has("const") else p.get("enum", []))
-        ]
-        return [v for v in dict.fromkeys(v for v in values if isinstance(v, str)) if _allowed(context, branch, v)]
-    if listed or any(b.left for b in found):
-        context.note_all(branch, ("propertyNames",), "which names it leaves cannot be determined")
-        return ANYTHING
-    return languages.either(*(s.language for b in found for s in texts(context, b) if isinstance(s, Text)))
+    res: list[Language] = []
+    for one in Branches(context.document, context.checker).of(given):
+        if one.left:
+            context.note_all(branch, ("propertyNames",), "which names it leaves cannot be determined")
+            return ANYTHING
+        lists = [values for place in one.places for values in listed(place)]
+        if lists:
+            res += [languages.text(v) for v in lists[0] if isinstance(v, str) and _allowed(context, branch, v)]
+        elif "string" in one.kinds:
+            res += [shape.language for shape in texts(context, one) if isinstance(shape, Text)]
+    return languages.either(*res)
 
 
 def _open(

@@ -241,18 +241,8 @@ def _joined(one: Anchored, two: Anchored) -> Anchored:
 
 def _many(part: Anchored, low: int, high: int | None) -> Anchored:
     free = part.get((False, False), NOTHING)
-    nothing: Anchored = {(False, False): EMPTY}
     if languages.nullable(free) and languages.size_of(free) > MAX_EMPTY:
         raise PatternError(f"what it repeats may be empty, and has more than {MAX_EMPTY} parts")
-    if part.keys() <= {(False, False)}:
-        return {(False, False): languages.many(free, low, high)}
-    if high == 0:
-        return nothing
-    perhaps = _either(nothing, part)
-    if low <= 1 and high == 1:
-        return part if low else perhaps
-    if low > 1 or high is not None:
+    if not part.keys() <= {(False, False)}:
         raise PatternError("^ or $ is in what is repeated")
-    # only the first one can be at the beginning, and only the last one at the end
-    any_ = _joined(_joined(perhaps, {(False, False): languages.many(free, 0, None)}), perhaps)
-    return _joined(part, any_) if low else any_
+    return {(False, False): languages.many(free, low, high)}
