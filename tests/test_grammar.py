@@ -135,29 +135,6 @@ def test_without_a_grammar_they_are_not() -> None:
         assert not keeps(wrong, to)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "is not JSON"),
-        ('{"type": "nonsense"}', "nonsense"),
-        ('{"$ref": "#/nowhere"}', "nowhere"),
-        ("[1]", "JSON schema cannot be used"),
-        ("", "is not JSON"),
-        ('{"type": "string", "pattern": "^\\\\bab$"}', "#/pattern: it cannot be enforced: no grammar"),
-        ('{"type": "string", "pattern": "a++"}', "#/pattern: it cannot be enforced: no grammar"),
-        (
-            '{"properties": {"a": {"anyOf": [{"type": "string", "pattern": "^(?!a)b$"}]}}}',
-            "#/properties/a/anyOf/0/pattern: it",
-        ),
-    ],
-)
-def test_bad_schemas(text: str, words: str) -> None:
-    with pytest.raises(UsageError, match="the JSON schema cannot be used: ") as error:
-        json_grammar(text, strict=True)
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 PATTERNS = [
     r"^\d{3}-\d{4}$", r"^.{5}$", r"^[^,]{3,9}$", r"^[ -~]{8}$", r'^"a"{1,3}\\?$', r"^(\w{1,3}@){1,2}\w{2}\.(com|de)$",
     r"^a\.{2}[\]\-\\]{1,3}x$", r"^é{2}ü?$", r"^[à-üß]{3}$", r"^\s\S[\d_]\n?$", r"^(?:\$|€)[0-9]{1,4}(?:[.,][0-9]{2})?$",
@@ -194,13 +171,6 @@ def test_a_quote_of_a_pattern_does_not_end_the_string(kv: KVFlash) -> None:
 def quotes(kv: KVFlash) -> tuple[tuple[int, float], ...]:
     """Makes the tokens likely that are one."""
     return tuple((t, 9.0) for t in range(kv.model.n_vocab) if kv.model.piece(t) == b'"')
-
-
-def test_patterns() -> None:
-    """What is not anchored may be anywhere; what is not a pattern may be called so."""
-    assert "abc" in json_grammar('{"type": "string", "pattern": "abc"}')
-    json_grammar('{"type": "object", "properties": {"pattern": {"type": "string"}}, "required": ["pattern"]}')
-    json_grammar('{"enum": [{"pattern": "(?=a)"}]}')
 
 
 #

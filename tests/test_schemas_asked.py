@@ -13,7 +13,7 @@ from support.gbnf import Grammar
 from support.serving import Running, environment, sse  # noqa: F401 (a fixture for all)
 
 from pyllama_kvflash.chat.engine import ChatTemplate
-from pyllama_kvflash.native import ChatEngine, Model, Rendered
+from pyllama_kvflash.native import ChatEngine, Model, Rendered, Reply
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = pytest.mark.native
@@ -146,6 +146,25 @@ def test_arguments_that_a_template_names(model: Model) -> None:
         named("tree", kids="[1]"),
     ):
         assert not takes(found, bad), bad
+
+
+def test_named_arguments_have_the_types_of_their_schema(model: Model) -> None:
+    """A string that looks like JSON stays one."""
+    kinds = {
+        "n": {"type": "integer"},
+        "s": {"type": "string"},
+        "l": {"type": "array"},
+        "u": {"type": ["integer", "null"]},
+    }
+    found = rendered(
+        model, NAMED_JINJA, tools=[tool("f", {"type": "object", "properties": kinds})], tool_choice="required"
+    )
+    given = {"n": "3", "s": "12", "l": "[1]", "u": "null"}
+    inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in given.items())
+    said = f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+    assert takes(found, said)
+    calls = [delta.call for delta in Reply(found).push(said, partial=False) if delta.call]
+    assert json.loads("".join(call.arguments for call in calls)) == {"n": 3, "s": "12", "l": [1], "u": None}
 
 
 def test_a_call_or_an_answer_keeps_to_its_schema(model: Model) -> None:
