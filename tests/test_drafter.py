@@ -173,7 +173,7 @@ def broken(kind: str, path: Path, tiny_path: Callable[[str], Path]) -> Path:
     return path
 
 
-LOADING = pytest.mark.nightly(r"pyllama_kvflash/(scorers|native)/.*", r"pyllama_kvflash/engine/(loading|refusals)\.py")
+LOADING = pytest.mark.nightly(r"pyllama_kvflash/(loading|native|scorers)/.*")
 
 
 @pytest.mark.nightly(SCORERS)

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import drafting
+from support.changes import ENGINE
 from support.drafting import CHUNK, DRAFTERS, N_ANSWER, N_MAX, PROMPT, SETTINGS, TOKENS, Knowing, Run, add_up, run, same
 from support.runs import GREEDY, MODELS, Logits, Open
 from support.scorers import shuffled
@@ -127,6 +128,7 @@ def test_what_was_rejected_leaves_no_trace(opened: Open, noise: Callable[..., fl
         assert np.array_equal(kvs[0].pager.records.get(chunk), kvs[1].pager.records.get(chunk))
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("drafter", ["draft", "dflash", "ngram"])
 def test_conversation(opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     """Going on, going back into a chunk that is out, and beginning anew: each answer as without drafts."""
@@ -162,6 +164,7 @@ def apart(one: Sequence[Logits], other: Sequence[Logits]) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("name", MODELS)
 def test_queries_are_of_the_last_token_that_stands(opened: Open, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """In a step, and in all that a scorer is shown: as without drafts, and not those of what was rejected."""

@@ -129,6 +129,7 @@ def test_end_of_text_in_the_middle_of_a_draft(
     assert pair.knowing.n_calls > 10
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("pool", ["off", 256])
 def test_full_context(
     opened: Open,

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import drafting
+from support.changes import ENGINE
 from support.drafting import DRAFTERS, N_MAX, SMALL, TOKENS, Run, run, same
 from support.runs import Open
 
@@ -26,6 +27,7 @@ noise = drafting.noise
 opened = drafting.opened
 
 
+@pytest.mark.nightly(ENGINE)
 def test_window_of_a_long_prompt(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter has cells for its window, a batch and a draft. It says what one says that has read nothing else, and the same
     beside the full cache.

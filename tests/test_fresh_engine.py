@@ -188,6 +188,7 @@ library = kernels.library
 NEEDLES = needles.document(2400, seed=3)
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("how", ["cpu", pytest.param("kernels", marks=pytest.mark.nightly(ENGINE))])
 def test_needles_are_found(opened: Open, request: pytest.FixtureRequest, how: str) -> None:
     with host_kernels(request.getfixturevalue("library")) if how == "kernels" else nullcontext():

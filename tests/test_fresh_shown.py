@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import ENGINE
 from support.commands import NEEDLE_TOKEN_BYTES, POOLED, good, invoke, rows
 from support.runs import BY_SIXTEEN, HOST, TOKENS, Open, feed
 
@@ -47,9 +48,8 @@ def moved(events: Iterable[Event], there: set[int], n_chunks: int) -> set[int]:
 #
 
 
-@pytest.mark.parametrize(
-    ("name", "chunk"), [("qwen3", 16), ("gemma4", 64), ("qwen35", 32)]
-)
+@pytest.mark.nightly(ENGINE)
+@pytest.mark.parametrize(("name", "chunk"), [("qwen3", 16), ("gemma4", 64), ("qwen35", 32)])
 def test_residency_counts_the_layers_that_chose_a_chunk(opened: Open, name: str, chunk: int) -> None:
     """A unit of 16 in one layer is a part of its chunk; what all hold is in all of them; and no cell is counted twice."""
     kv = opened(name, chunk=chunk, pool=1024)

@@ -115,6 +115,7 @@ def test_drafting_goes_on_beside_a_check(
     check_residency(kv, CHUNK)
 
 
+@pytest.mark.nightly(ENGINE)
 def test_what_is_said_of_a_token_is_the_full_caches(
     opened: Open, known: Callable[..., Chosen], wordless: None, monkeypatch: pytest.MonkeyPatch, went_on: list[bool]
 ) -> None:
@@ -180,6 +181,7 @@ def test_sequences_take_turns_beside_checks(
     assert [s.sequence.pager.ledger.n_tried for s in kv.sequences] == [0] * n
 
 
+@pytest.mark.nightly(ENGINE)
 def test_one_answers_while_another_reads(
     opened: Open, known: Callable[..., Chosen], wordless: None, went_on: list[bool]
 ) -> None:

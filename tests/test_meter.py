@@ -174,6 +174,7 @@ def test_below_the_bound_the_rest_is_the_full_caches(opened: Open, tiny_path: An
 #
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize(
     "options",
     [

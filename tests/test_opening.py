@@ -134,6 +134,7 @@ def test_an_answer_that_was_cut_off_goes_on(
     check_residency(kv, 16)
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize(("n", "saved"), [(3, True), (15, False), (40, True)])
 def test_an_answer_that_is_broken_off_opens_no_longer(
     opened: Open, wordless: None, widths: list[tuple[int, int]], tmp_path: Path, n: int, saved: bool

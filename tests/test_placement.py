@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import tiny_drafters
+from support.changes import ENGINE
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -241,6 +242,7 @@ def test_an_exact_pass_counts(tiny_path: Callable[[str], Path], gpu: Callable[..
     assert states == 0
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])
 @pytest.mark.parametrize("name", [MOE, "qwen35moe"])
 def test_speculative_decoding_counts(

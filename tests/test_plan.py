@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands, refused
+from support.changes import ENGINE
 from support.commands import good, invoke
 
 from kvflash_bench.shapes import SHAPES, write_outline
@@ -173,6 +174,7 @@ def test_a_plan_is_what_is_looked_at_here_on_another_device() -> None:
     assert [need["kv"] for need in in_ram] == [0, ways(found)["q8_0"]["needs"][0]["kv"]]
 
 
+@pytest.mark.nightly(ENGINE)
 def test_a_pool_has_the_most_bits_that_fit(tmp_path: Path) -> None:
     """Rather a small pool with codes than a large one without; and the command names them."""
     path = tmp_path / "8b.gguf"
@@ -258,6 +260,7 @@ def test_this_machine_is_planned_for() -> None:
     assert "; no GPU; " in good("plan", "-c", "8K").stdout
 
 
+@pytest.mark.nightly(ENGINE)
 def test_weights_stay_in_ram_where_a_card_is_too_small(tmp_path: Path) -> None:
     """The feed-forward weights of as few layers as possible."""
     path = tmp_path / "8b.gguf"

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
-from support.changes import SCORING, crossed
+from support.changes import ENGINE, SCORING, crossed
 from support.oracles import assert_same
 from support.runs import (
     GREEDY,
@@ -66,6 +66,7 @@ def test_what_the_full_cache_finds_is_found_through_a_quarter_of_it(document: Ne
     assert all(recall(document, policy="fresh", prefill="exact"))
 
 
+@pytest.mark.nightly(ENGINE)
 def test_lossless_answers_are_the_full_caches_whatever_the_pool_has(document: NeedlePrompt) -> None:
     """On any device, and on several. The controls below find few through such a pool."""
     assert all(recall(document, policy="lru", prefill="exact", mode="lossless"))
@@ -93,6 +94,7 @@ def test_controls_find_what_lies_in_their_window_and_by_chance(document: NeedleP
     assert sum(recall(document, policy=shuffled(1))) <= 4
 
 
+@pytest.mark.nightly(ENGINE)
 def test_a_question_brings_back_the_chunk_of_its_code(document: NeedlePrompt) -> None:
     with KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, "n_ctx": 4224, "prefill": "exact"}) as kv:
         spans = positions(kv, document)
@@ -174,6 +176,7 @@ def protected(kv: KVFlash, pos: int) -> set[int]:
     return {0, *range(max(0, n - 4), n)}
 
 
+@pytest.mark.nightly(ENGINE)
 def test_sinks_tail_and_pins_never_leave(opened: Open) -> None:
     """Whatever the scores say: over 3,000 tokens, scored every 16."""
     kv = opened(policy=shuffled(3), tau=16, pins=((200, 201), (4000, 4100)))  # the second ahead of the text

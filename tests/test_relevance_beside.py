@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.changes import SCORING
+from support.changes import ENGINE, SCORING
 from support.cuts import cut_off_at_every_line
 from support.runs import (
     SCORED,
@@ -260,6 +260,7 @@ def test_cut_off_at_every_line_between_two_scorings(opened: Open, monkeypatch: p
     assert kv.pager.summaries is None
 
 
+@pytest.mark.nightly(ENGINE)
 def test_a_spread_plan_leaves_a_block_for_the_chunk_that_begins(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes, with chunks that begin and are pinned meanwhile."""
     monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)

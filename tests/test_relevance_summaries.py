@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import ENGINE
 from support.runs import MODELS, SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
 
 from pyllama_kvflash import KVFlash, View
@@ -56,6 +57,7 @@ def test_summaries_follow_the_sequence(opened: Open, name: str) -> None:
     assert len(kept(kv)) == 0
 
 
+@pytest.mark.nightly(ENGINE)
 def test_no_host_memory_for_summaries(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said before anything is lost, and the run goes on once there is some."""
     kv, control = opened(), opened()

@@ -78,6 +78,7 @@ WAYS: dict[str, dict[str, Any]] = {
 DAILY = ("exact", "fresh", "a drafter")
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("how", ["exact", "through the pool"])
 def test_chunks_on_their_way_do_not_matter(opened: Open, how: str) -> None:

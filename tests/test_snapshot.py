@@ -216,6 +216,7 @@ def test_what_was_under_way_on_a_gpu_goes_on_without_one(
     kv.check_integrity()
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.usefixtures("wordless")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_restored_sequence_can_be_saved_again(opened: Open, snap: Path, name: str) -> None:
@@ -248,6 +249,7 @@ def test_an_exact_prompt_lies_where_it_lay(opened: Open, snap: Path, policy: str
     assert_same(go_on(kv), want)
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("kind", ["draft", "ngram"])
 def test_speculation_goes_on(opened: Open, document: NeedlePrompt, learnt: Path, kind: str) -> None:
     """The drafter never read what was restored, and learns of it: no token is another one, and guesses are right again."""
@@ -315,6 +317,7 @@ ELSEWHERE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("options", ELSEWHERE, ids=str)
 def test_codes_are_found_in_another_pool(
     opened: Open, document: NeedlePrompt, learnt: Path, options: dict[str, Any]

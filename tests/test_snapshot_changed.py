@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
+from support.changes import ENGINE
 from support.runs import Open
 from support.snapshots import GREEDY, MORE, TOKENS, Odd, answer, assert_same, go_on, ids, read
 
@@ -124,6 +125,7 @@ def test_changed_after_a_restore(opened: Open, snap: Path, change: Callable[[Pat
     kv.check_integrity()
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize(("prefill", "change"), [("pool", truncate), ("pool", overwrite), ("exact", truncate)])
 def test_changed_while_records_are_read_ahead(
     opened: Open, snap: Path, prefill: str, change: Callable[[Path], None]

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SERVE = (
-    r"pyllama_kvflash/(serve|snapshot)/.*|pyllama_kvflash/(calls|chat|template)\.py"
+    r"pyllama_kvflash/(chat|serve|snapshot)/.*"
     r"|tests/support/(browser|processes|serving)\.py|tests/data/tools\.jinja"
 )
 """The server's own files, and what its tests are made with."""
@@ -29,8 +29,8 @@ SCORING = (
     + r"|pyllama_kvflash/policy/.*|pyllama_kvflash/engine/(decoder|generation|steps)\.py|pyllama_kvflash/native/.*"
 )
 GRAMMARS = r"pyllama_kvflash/json_schema/.*|pyllama_kvflash/native/.*|pyllama_kvflash/engine/(steps|writer)\.py"
-DRAFTS = r"pyllama_kvflash/engine/(speculation|steps|writer)\.py|pyllama_kvflash/native/.*|patches/.*"
-ENGINE = r"pyllama_kvflash/(engine|native|policy|pool|snapshot)/.*|patches/.*|vendor/.*"
+DRAFTS = r"pyllama_kvflash/engine/(steps|writer)\.py|pyllama_kvflash/pool/speculation\.py|pyllama_kvflash/native/.*|patches/.*"
+ENGINE = r"pyllama_kvflash/(engine|loading|native|policy|pool|scorers|snapshot)/.*|pyllama_kvflash/options\.py|patches/.*|vendor/.*"
 LIBRARY = r"pyllama_kvflash/native/.*|patches/.*|vendor/.*|CMakeLists\.txt|tests/native/.*"
 """Files by what they do, each for the tests that show the same as long as these are as they were."""
 
