@@ -143,7 +143,7 @@ def test_user_code_type_checks(tmp_path):
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("script", ["cli", "api"])
+@pytest.mark.parametrize("script", ["cli", "api", "environment", "refusals"])
 def test_pages_made_from_the_code_are_up_to_date(script):
     command = [sys.executable, ROOT / f"docs/{script}.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

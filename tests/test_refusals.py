@@ -8,8 +8,6 @@ seq_cp() from stream to stream is not reached, since no pool has two. What Pytho
 import ctypes
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -269,11 +267,6 @@ PRODUCE: dict[str, tuple[str, Callable[[Run, Logged], str], str]] = {
 """For each of CALLS: a model, what asks for it in a run that has read 500 tokens, and what the sentence begins with."""
 
 
-@pytest.fixture(params=PRODUCE)
-def call(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def produce(tiny_model: Callable[[str], Model], logged: Logged, name: str) -> str:
     """The sentence of a call that is refused. Afterwards the sequence goes on as if nothing had been asked for."""
     model, ask, begin = PRODUCE[name]
@@ -286,10 +279,6 @@ def produce(tiny_model: Callable[[str], Model], logged: Logged, name: str) -> st
         assert_equal(run.feed(20, 1), twin.feed(20, 1))
     assert begin in text
     return text
-
-
-def test_call_that_is_refused(tiny_model: Callable[[str], Model], logged: Logged, call: str) -> None:
-    produce(tiny_model, logged, call)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -337,9 +326,7 @@ def test_a_pool_that_fresh_does_not_take(
     """The library says why, in words that are in its code, and loading adds what to use instead; other errors stay."""
     reason = CODES[name].reason.replace("{}", "3")
     native = Path(refusals.__file__).parents[1] / "native" / "src"
-    source = "".join(
-        (native / f"kvflash-{part}.cpp").read_text("utf-8") for part in ("pool", "fresh", "gpu", "gpu-coarse")
-    )
+    source = "".join(path.read_text("utf-8") for path in native.rglob("*.cpp"))
     assert CODES[name].reason.replace("{}", "%d") in source
 
     def refuse(*_: object, pool: PoolParams | None = None, **more: object) -> Context:
@@ -407,11 +394,7 @@ def test_the_default_where_each_layer_chooses(opened: Callable[..., KVFlash], na
     assert not [note for note in kv.notes if "policy" in note]
 
 
-def test_page_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "refusals.py", "--check"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_page_has_every_refusal() -> None:
     text = (ROOT / "docs" / "REFUSALS.md").read_text()
     for refusal in (*MODELS.values(), *MEMORIES.values(), WINDOWS, *CALLS.values(), *CODES.values(), SHIFT):
         assert refusal.reason.replace("{}", "N") in text
