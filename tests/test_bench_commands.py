@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
@@ -24,11 +25,9 @@ from kvflash_bench.cli.answers import measuring
 from kvflash_bench.grid import Results, digest
 from kvflash_bench.long_texts import LONG
 from kvflash_bench.prompts import Prompts
-from kvflash_bench.recall import run_cell
 from kvflash_bench.ruler_texts import SAMPLE, make_text
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.engine.engine import KVFlash
-from pyllama_kvflash.errors import Interrupted
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
@@ -92,33 +91,6 @@ def test_a_second_run_measures_nothing_again(
     assert res.stdout.splitlines()[:-1] == niah[0].stdout.splitlines()[:-1], "but for the command in the last line"
 
 
-@pytest.mark.nightly(BENCHES)
-def test_an_interrupted_run_goes_on_to_the_same_table(
-    niah: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "rest"
-    folder.mkdir()
-    first, second, _ = stored(niah[1])
-    (folder / "results.jsonl").write_text(f"{first}\n{second[:200]}")
-    measured: list[str] = []
-
-    def counted(kv: KVFlash, *args: Any) -> dict[str, Any]:
-        measured.append(kv.policy)
-        return run_cell(kv, *args)
-
-    monkeypatch.setattr(sweep, "run_cell", counted)
-    res = good("niah", *TINY, *VARIANTS, "-o", str(folder))
-    assert "kvflash: 1 run was measured before" in res.stderr
-    assert measured == ["lru", "qk"]
-    assert res.stdout.splitlines()[:-1] == niah[0].stdout.splitlines()[:-1]
-    assert stored(folder)[0] == first
-    fields = ("found", "resident", "answers", "expected", "lost", "kv_device_bytes")
-    for a, b in zip(stored(folder), stored(niah[1]), strict=True):
-        mine, whole = json.loads(a), json.loads(b)
-        assert mine["key"] == whole["key"]
-        assert [mine["result"][f] for f in fields] == [whole["result"][f] for f in fields]
-
-
 def test_what_was_measured_is_kept_when_a_later_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(kv: KVFlash, *_: Any) -> dict[str, Any]:
         if kv.n_pool is not None:
@@ -150,28 +122,10 @@ def test_a_run_that_is_kept_is_counted_before_the_tables_are_written(
     assert len(stored(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted("interrupted")])
-@pytest.mark.parametrize(("n", "says"), [(0, ""), (2, "2 of 3 runs are measured and kept in out: ")])
-def test_a_bench_that_is_interrupted_says_what_is_kept(
-    error: BaseException,
-    n: int,
-    says: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def bench() -> None:
-        with measuring("kld", 3, Results(Path("out")), Reporter()) as bar:
-            for _ in range(n):
-                bar.done()
-            raise error
-
-    with pytest.raises((KeyboardInterrupt, Interrupted)):
-        bench()
-    shown = capsys.readouterr().err
-    assert shown == (f"kvflash: {says}the same command measures the rest\n" if n else "")
+def test_a_bench_that_is_interrupted_at_once_keeps_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), measuring("kld", 3, Results(Path("out")), Reporter()):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.nightly(BENCHES)
@@ -275,15 +229,9 @@ def test_kld_of_a_text_that_is_too_short(book: Path, tmp_path: Path) -> None:
     assert sentence.endswith("tokens, and a context of 2048 is asked for: give a longer text")
 
 
-@pytest.mark.parametrize("score", ["1K", "1024", "2000", "0", "-3"])
-def test_kld_scores_less_than_the_context(score: str) -> None:
-    sentence = refused("kld", "--contexts", "4K,1K", "--score", score, "-t", "1")
-    assert "--score" in sentence
-    if score in {"1024", "2000"}:
-        assert (
-            sentence
-            == f"kvflash: error: --score is {int(score):,}, and must be less than the shortest context of 1,024"
-        )
+def test_kld_scores_less_than_the_context() -> None:
+    sentence = refused("kld", "--contexts", "4K,1K", "--score", "1024", "-t", "1")
+    assert sentence == "kvflash: error: --score is 1,024, and must be less than the shortest context of 1,024"
     assert not Path("kvflash-kld").exists()
 
 
@@ -291,24 +239,14 @@ def test_kld_scores_less_than_the_context(score: str) -> None:
     ("command", "option", "value", "says"),
     [
         ("niah", "--contexts", "many", "'many' is not a token count"),
-        ("niah", "--contexts", "2K,", "'' is not a token count"),
         ("facts", "--contexts", "0", "'0' has a number below 1"),
-        ("kld", "--contexts", "2K,-1", "'2K,-1' has a number below 1"),
-        ("niah", "--pools", "1.5K", "'1.5K' is not a token count"),
-        ("facts", "--pools", "1K,0", "'1K,0' has a number below 1"),
         ("niah", "--pools", "64K", "no pool of --pools is smaller than a context of --contexts"),
         ("kld", "--shares", "half", "'half' is not a list of percentages"),
-        ("kld", "--shares", "50,", "'50,' is not a list of percentages"),
-        ("kld", "--shares", "0", "'0' must be above 0 and below 100"),
         ("kld", "--shares", "50,100", "'50,100' must be above 0 and below 100"),
-        ("kld", "--shares", "nan", "'nan' must be above 0 and below 100"),
         ("niah", "--variants", "full,best", "'best' in 'best' is not a policy"),
-        ("niah", "--variants", "qk/pool=1", "is not an option"),
         ("niah", "--needles", "0", "0 is not in the range"),
         ("facts", "--facts", "65", "65 is not in the range"),
-        ("niah", "--docs", "0", "0 is not in the range"),
         ("niah", "-t", "0", "-t/--threads is 0"),
-        ("niah", "-b", "-1", "-b/--batch-size is -1"),
         ("niah", "--needles", "1000", "the 1000 needles alone take"),
         ("facts", "--facts", "64", "the 64 facts with 2 decoys each alone take"),
         ("niah", "-f", "no/such.txt", "the text file no/such.txt cannot be read"),
@@ -336,15 +274,9 @@ def test_a_model_that_is_not_there_leaves_no_folder() -> None:
     assert not Path("kvflash-niah").exists()
 
 
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    (tmp_path / "results.jsonl").write_text('{"key": {}, "result": {}}\nxx\n\n{"key": {}, "result": {}}\n')
-    assert f"line 2 of {tmp_path / 'results.jsonl'} is not a result" in refused("niah", *TINY, "-o", str(tmp_path))
-
-
-@pytest.mark.parametrize("text", ["", "\n \n"])
 @pytest.mark.parametrize("command", ["niah", "kld"])
-def test_a_text_without_words_is_refused(command: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text(text)
+def test_a_text_without_words_is_refused(command: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
     small = ("--docs", "1", "--needles", "2") if command == "niah" else ("--score", "4")
     refused(command, "-f", "empty.txt", "--contexts", "2K", *small, "--variants", "full/type_k=q8_0", "-t", "1")
 
@@ -353,30 +285,11 @@ def test_kld_of_a_context_too_short_for_its_questions() -> None:
     refused("kld", "--contexts", "512", "--score", "8", "--variants", "full/type_k=q8_0", "-t", "1")
 
 
-def test_kld_of_the_full_cache_alone_is_all_zeros_and_no_failure(book: Path) -> None:
-    res = good("kld", "-f", str(book), "--contexts", "512", "--score", "4", "--variants", "full", "-t", "1")
-    assert "| 512 | full | - |" in res.stdout
-    assert "| 0.00e+00 | 0.00e+00 | 100.0 % |" in res.stdout
-
-
 @pytest.mark.nightly(BENCHES)
 def test_the_reference_is_f16_whatever_the_others_are(book: Path) -> None:
     """`-ctk` is "of all variants that do not say", and the table is "against the full f16 cache"."""
-    args = (
-        "-f",
-        str(book),
-        "--contexts",
-        "512",
-        "--score",
-        "4",
-        "--variants",
-        "full,lru",
-        "--shares",
-        "90",
-        "-b",
-        "64",
-    )
-    good("kld", *args, "-t", "1", "-ctk", "q8_0", "-ctv", "q8_0", "-o", "out")
+    args = ("-f", str(book), "--contexts", "512", "--score", "4", "--variants", "full,lru", "--shares", "90")
+    good("kld", *args, "-b", "64", "-t", "1", "-ctk", "q8_0", "-ctv", "q8_0", "-o", "out")
     rows = json.loads(Path("out/results.json").read_text())["rows"]
     full = next(r for r in rows if r["variant"] == "full")
     assert full["share"] == 34 / 64
@@ -384,21 +297,8 @@ def test_the_reference_is_f16_whatever_the_others_are(book: Path) -> None:
 
 @pytest.mark.nightly(BENCHES)
 def test_a_text_asked_for_twice_counts_once() -> None:
-    args = (
-        "--contexts",
-        "2K,2K",
-        "--pools",
-        "1K,1K",
-        "--docs",
-        "1",
-        "--needles",
-        "2",
-        "-t",
-        "1",
-        "--variants",
-        "full,lru",
-    )
-    assert "| full | 2/2 | 2/2 |\n" in good("niah", *args).stdout
+    args = ("--contexts", "2K,2K", "--pools", "1K,1K", "--variants", "full,lru")
+    assert "| full | 2/2 | 2/2 |\n" in good("niah", *TINY, *args).stdout
 
 
 @pytest.mark.nightly(BENCHES)
@@ -432,7 +332,8 @@ def test_without_matplotlib_the_tables_are_written(
     assert "| full | 2/2 | 2/2 |" in res.stdout
 
 
-@pytest.mark.parametrize("name", ["niah", "facts", "kld"])
+@pytest.mark.parametrize("name", ["niah", "facts", "kld", "spec", "speed", "paging", "ruler"])
 def test_help_shows_a_command_that_can_be_typed(name: str) -> None:
-    shown, _ = type_examples(name)
+    shown, command = type_examples(name)
     assert shown
+    assert [p.name for p in command.params if isinstance(p, click.Option) and not p.help] == []

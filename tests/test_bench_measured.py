@@ -74,11 +74,6 @@ def test_percentiles_are_of_the_rarest_tokens() -> None:
         assert [name for name in ("kld_99", "kld_999") if found[name] > 1] == shown
 
 
-def test_compare_of_even_odds() -> None:
-    base, truth = np.zeros((3, 8), np.float32), np.zeros(3, np.int32)
-    assert kld.compare(base, base, truth)["ppl"] == pytest.approx(8)
-
-
 @pytest.fixture(scope="module")
 def closeness(book: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[KldSweep, Results]:
     """The full cache, and that in q4_0, against the full cache."""
@@ -112,16 +107,6 @@ def test_perplexity_is_that_of_the_tokens_that_come(closeness: tuple[KldSweep, R
     full = next(r for r in kld.rows(grid, results) if r.variant == "full")
     assert full.ppl == pytest.approx(np.exp(-np.mean(log_p)), rel=0.05), "but for rounding: batches of 25 and of 1"
     assert sum(x.argmax() == t for x, t in zip(logits, tokens[743:], strict=False)) < 3, "one off is something else"
-
-
-def test_what_was_measured_is_not_measured_again(
-    closeness: tuple[KldSweep, Results], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grid, results = closeness
-    monkeypatch.setattr(kld, "open_variant", None)
-    assert list(kld.measure(grid, Results(results.folder), lambda _: ignore)) == []
-    with pytest.raises(TypeError):  # and here it would be
-        list(kld.measure(replace(grid, n_score=23), Results(results.folder), lambda _: ignore))
 
 
 def test_kld_cells() -> None:

@@ -9,13 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.benches import FILES, good, isolate, refused, type_examples
+from support.benches import FILES, good, isolate, refused
 from support.changes import BENCHES
 from support.drafting import width_noise
 from support.rounding import Chosen
@@ -393,22 +392,13 @@ def test_some_texts_and_kinds_and_drafts(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--kinds", "best"), "there is no kind 'best'"),
-        (("--texts", "copy,"), "there is no text ''"),
-        (("--draft-max", "0"), "'0' has a number below 1"),
-        (("--draft-max", "8,100"), "--draft-max is 100"),
         (("--chunk", "64"), "a pool of 256 (--pool) is too small for chunks of 64: give at least 768"),
         (("-n", "16"), "16 tokens (-n) after a text of 128 do not fill a pool of 256"),
-        (("-n", "many"), "'many' is not a token count"),
-        (("--rounds", "0"), "0 is not in the range"),
-        (("--questions", "0"), "0 is not in the range"),
         (
             ("--questions", "900", "--texts", "needles"),
             "no text can be made for a pool of 256 (--pool) and 900 questions",
         ),
         (("-md", "no.gguf"), "no.gguf does not exist"),
-        (("-m", "no/such.gguf"), "no/such.gguf does not exist"),
-        (("-t", "0"), "-t/--threads is 0"),
     ],
 )
 def test_what_cannot_be_run_is_one_sentence(args: tuple[str, ...], says: str) -> None:
@@ -424,15 +414,3 @@ def test_another_model_needs_its_own_drafter(tiny_path: Callable[[str], Path]) -
 def test_a_drafter_of_another_kind_is_one_sentence() -> None:
     sentence = refused("spec", *SIZES, "--kinds", "eagle3", code=1)
     assert "cannot draft as eagle3: the drafter names no layers of the target" in sentence
-
-
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert "cannot be used for the results" in refused("spec", *SIZES, "-o", str(tmp_path / "file"), code=1)
-
-
-def test_help_shows_commands_that_can_be_typed() -> None:
-    shown, command = type_examples("spec")
-    assert len(shown) >= 3
-    assert [p.name for p in command.params if isinstance(p, click.Option) and not p.help] == []
-    assert "Speculative decoding beside plain decoding." in good("--help").stdout

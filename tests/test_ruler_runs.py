@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import benches
-from support.benches import FILES, good, ignore, invoke, refused, type_examples
+from support.benches import FILES, good, ignore, refused
 from support.changes import BENCHES
 
 from kvflash_bench import kld, ruler_tables
@@ -56,12 +56,6 @@ def chatml(monkeypatch: pytest.MonkeyPatch) -> None:
     meta = Model.meta
     mine = {"tokenizer.chat_template": CHATML}
     monkeypatch.setattr(Model, "meta", lambda self, key: mine[key] if key in mine else meta(self, key))
-
-
-def result(points: float, **more: Any) -> dict[str, Any]:
-    """As run_text gives it."""
-    figures = {"n_decoded": 10, "decode_s": 2.0, "prefill_s": 1.0, "machine": "M", "warnings": []}
-    return {**figures, "score": points, **more}
 
 
 #
@@ -409,22 +403,6 @@ def test_what_was_measured_is_not_measured_again(
     assert len(seen) == 1
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    n = 0
-
-    def run(*_: Any) -> dict[str, Any]:
-        nonlocal n
-        n += 1
-        if n == 3:
-            raise KeyboardInterrupt
-        return result(0.5)
-
-    monkeypatch.setattr(ruler_bench, "run_text", run)
-    assert invoke("ruler", str(BUNDLED_MODEL), *TINY, *SOME, "-o", "out").exit_code == 130
-    assert len(Path("out/results.jsonl").read_text().splitlines()) == 2
-    assert "| full | - | 50.0 | 50.0 | 50.0 | - | - | 2 |" in Path("out/results.md").read_text()
-
-
 def test_warnings_are_told_once_for_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Model.load
 
@@ -439,13 +417,6 @@ def test_warnings_are_told_once_for_a_cell(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("lru 1,024/512", "lru/answer=full 1,024/512"):
         assert stderr.count(f"warning: {name}: a context of 1,024 tokens is longer than the 512 the model was") == 1
         assert stderr.count(f"warning: {name}: a pool of 512 tokens is too small: raised to 768") == 1
-
-
-def test_a_text_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "book.txt").write_text("It was a wet day in Harbourtown. " * 3)
-    args = ("-f", "book.txt", "--variants", "full", "--tasks", "single_2")
-    good("ruler", str(BUNDLED_MODEL), *TINY, *args)
-    assert {p.name for p in Path("kvflash-ruler").iterdir()} == FILES, "the folder that is taken without -o"
 
 
 def test_quick_is_a_default_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,19 +443,11 @@ def test_quick_is_a_default_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--tasks", "best"), "'best' is not a task: there are single_1, "),
-        (("--tasks", ""), "'' is not a task"),
         (("--tasks", "long"), "a text of 1024 tokens is too short for json: use a longer one"),
         (("--contexts", "256"), "nothing to measure: no pool of --pools is smaller than a context of --contexts"),
-        (("--contexts", "256", "--variants", "full"), "a text of 256 tokens is too short for vt: use a longer one"),
-        (("--variants", "full,best"), "'best' in 'best' is not a policy"),
         (("--variants", "oracle"), "the oracle is told where codes are"),
-        (("--variants", "full/answer=full"), "the full cache has none: name a policy"),
-        (("-f", "no/such.txt"), "the text file no/such.txt cannot be read"),
         (("-f", "empty.txt"), "the text file empty.txt is empty: give one with words"),
         (("-f", "few.txt", "--tasks", "cwe"), "the text has 2 different words of 4 to 9 letters, and cwe needs 40"),
-        (("--docs", "0"), "0 is not in the range"),
-        (("-t", "0"), "-t/--threads is 0"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(args: tuple[str, ...], says: str) -> None:
@@ -496,15 +459,4 @@ def test_what_cannot_be_measured_is_one_sentence(args: tuple[str, ...], says: st
 
 def test_a_model_must_be_given() -> None:
     assert "bench ruler needs a model that answers questions" in refused("ruler", *TINY)
-    assert "no/such.gguf" in refused("ruler", "no/such.gguf", *TINY)
     assert not Path("kvflash-ruler").exists()
-
-
-def test_a_model_without_a_tokenizer(tiny_path: Callable[[str], Path]) -> None:
-    assert "has no tokenizer" in refused("ruler", str(tiny_path("qwen3")), *TINY, "--tasks", "vt", code=1)
-
-
-def test_help_shows_commands_that_can_be_typed() -> None:
-    shown, _ = type_examples("ruler")
-    assert len(shown) >= 3
-    assert "RULER's tasks" in good("--help").stdout

@@ -24,7 +24,7 @@ from kvflash_bench.curves import speed_figure
 from kvflash_bench.grid import Results, Variant
 from kvflash_bench.shapes import SHAPES, shape_file, write_shape
 from kvflash_bench.speed import Cache, Row, Speed, flatness, speed_variant, stop_writing_back, summarise
-from kvflash_bench.steps import decode_steps, near, python_loop
+from kvflash_bench.steps import decode_steps, python_loop
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, OutputError, UsageError
 from pyllama_kvflash.events import Done, Token
@@ -214,12 +214,6 @@ def test_a_shape_is_kept_where_asked_for_and_else_removed(tmp_path: Path) -> Non
 #
 # steps
 #
-
-
-def test_near_is_the_step_and_those_after_it() -> None:
-    assert near([2, 4, 9], 12, 3) == [2, 3, 4, 5, 6, 7, 9, 10, 11]
-    assert near([11], 12, 3) == [11]
-    assert near([], 12) == []
 
 
 def test_steps_are_counted_and_the_loop_stays_within_a_chunk(shape_path: Callable[[str], Path]) -> None:
