@@ -43,57 +43,32 @@ environment = commands.environment
     ("args", "words"),
     [
         (("--kvflash", "0"), ("--kvflash is 0",)),
-        (("--kvflash", "-5"), ("--kvflash is -5",)),
         (("--kvflash", "many"), ("--kvflash", "'many'", "auto", "off")),
-        (("--kvflash", ""), ("--kvflash", "''")),
-        (("--kvflash", "1.5K"), ("--kvflash", "'1.5K'")),
         (("--kvflash", "4G"), ("--kvflash", "'4G'")),
-        (("--kvflash", "99999999999999999999"), ("--kvflash",)),
-        (("-c", "-1"), ("-c/--ctx-size", "-1")),
         (("-c", "99999999999999999999"), ("-c/--ctx-size", "99,999,999,999,999,999,999")),
-        (("-c", "5000000000"), ("-c/--ctx-size", "5,000,000,000")),
         (("-c", "big"), ("--ctx-size", "'big'")),
         (("-b", "-1"), ("-b/--batch-size", "-1")),
-        (("-b", "99999999999"), ("-b/--batch-size", "99,999,999,999")),
         (("-ub", "0"), ("-ub/--ubatch-size", "0")),
         (("-t", "0"), ("-t/--threads", "0")),
-        (("-t", "-3"), ("-t/--threads", "-3")),
-        (("-t", "1000000"), ("-t/--threads", "1,000,000")),
         (("-t", "two"), ("--threads", "'two'")),
         (("-n", "-7"), ("-n/--predict is -7, and must be from 0 to 2,147,483,647, or -1",)),
-        (("-n", "x"), ("--predict", "'x'")),
         (("-ctk", "q9_9"), ("--cache-type-k", "'q9_9'", "q8_0")),
-        (("-ctv", "f8"), ("--cache-type-v", "'f8'", "q8_0")),
         (("-fa", "maybe"), ("--flash-attn", "'maybe'")),
         (("-ngl", "some"), ("--n-gpu-layers", "'some'")),
         (("-ncmoe", "-1"), ("-ncmoe/--n-cpu-moe", "is -1", '"auto"')),
         (("--n-cpu-moe", "lots"), ("--n-cpu-moe", "'lots'", '"auto"')),
-        (("-ncmoe", "1.5"), ("--n-cpu-moe", "'1.5'")),
-        (("-ncmoe", "all"), ("--n-cpu-moe", "'all'")),
         (("-ts", "3,x"), ("--tensor-split", "'3,x'", "3,1")),
-        (("-ts", "3,,1"), ("--tensor-split", "'3,,1'")),
         (("-ts", "nan"), ("--tensor-split", "'nan'")),
-        (("-ts", "1,inf"), ("--tensor-split", "'1,inf'")),
         (("-ts", "0,0"), ("-ts/--tensor-split", "(0.0, 0.0)", "3,1")),
-        (("-ts", "-1,2"), ("-ts/--tensor-split", "(-1.0, 2.0)", "3,1")),
         (("-ts", "1" + ",1" * 99), ("-ts/--tensor-split", "100 shares", "at most")),
         (("--rpc", "somewhere"), ("--rpc", "'somewhere'", "host:port")),
-        (("--rpc", "a:1,,b:2"), ("--rpc", "''", "host:port")),
-        (("--rpc", "a:1;b:2"), ("--rpc", "'a:1;b:2'", "host:port")),
-        (("--rpc", "a:port"), ("--rpc", "'a:port'", "host:port")),
-        (("--kvflash-host", "0"), ("--kvflash-host", "is 0")),
-        (("--kvflash-host", "-4G"), ("--kvflash-host", "-4,294,967,296")),
         (("--kvflash-host", "99999999T"), ("--kvflash-host", "109,951,161,678,088,372,224")),
         (("--kvflash-host", "some"), ("--kvflash-host", "'some'", "64GiB", "512M")),
-        (("--kvflash-host", ""), ("--kvflash-host", "''", "64GiB")),
         (("--kvflash-host", "64"), ("--kvflash-host", "'64'", "64G")),
         (("--kvflash-host", "64GX"), ("--kvflash-host", "'64GX'", "1,024")),
-        (("--kvflash-host", "1.5.0G"), ("--kvflash-host", "'1.5.0G'")),
-        (("--kvflash-host", "64 Gi"), ("--kvflash-host", "'64 Gi'")),
+        (("--kvflash-prefill", "exactly"), ("--kvflash-prefill", "'exactly'")),
         (("--set", "auto_cap=0"), ("auto_cap is 0",)),
-        (("--set", "auto_cap=-1"), ("auto_cap is -1",)),
         (("--set", "auto_cap=auto"), ("--set auto_cap", "'auto'")),
-        (("--set", "auto_cap=2048M"), ("auto_cap", "2,147,483,648")),
         (
             ("--kvflash-policy", "best"),
             ("--kvflash-policy", "'best'", "auto, fresh, qk, qk-cos, lru, drafter, crosstok"),
@@ -102,21 +77,14 @@ environment = commands.environment
         (("--set", "pins=0:some"), ("--set pins", "'some'")),
         (("--set", "pins=0:1M"), ("0:1048576", "67584")),
         (("--set", "pins=5"), ("--set pins", "'5'", "0:512")),
-        (("--set", "pins=5:"), ("--set pins", "''")),
-        (("--set", "pins=0:64,a:b"), ("--set pins", "'a'")),
         (("--set", "pins=64:64"), ("64:64",)),
-        (("--set", "pins=0:64,128:64"), ("128:64",)),
-        (("--set", "pins=-1:64"), ("-1:64",)),
         (("--temp", "nan"), ("--temp", "nan")),
         (("--temp", "-1"), ("--temp is -1", "from 0", "0 is greedy")),
-        (("--temp", "inf"), ("--temp", "inf")),
         (("--temp", "hot"), ("--temp", "'hot'")),
-        (("--top-p", "nan"), ("--top-p", "nan")),
         (("--top-p", "2"), ("--top-p", "2")),
         (("--min-p", "-1"), ("--min-p", "-1")),
         (("--top-k", "99999999999"), ("--top-k", "99,999,999,999")),
         (("--repeat-penalty", "0"), ("--repeat-penalty", "0")),
-        (("--set", "sampling.repeat_last_n=99999999999"), ("repeat_last_n", "99,999,999,999")),
         (("-s", "99999999999"), ("--seed", "99,999,999,999")),
         (("--frobnicate",), ("--frobnicate",)),
         (("-m", "another.gguf", "one.gguf"), ("another.gguf", "one.gguf")),
@@ -150,17 +118,6 @@ def test_pool_smaller_than_the_floor_is_raised() -> None:
         assert found["text"]
 
 
-def test_pool_larger_than_the_context_is_not_needed() -> None:
-    res = kvflash("run", "-p", "Hello", "-c", "2K", "--kvflash", "8K", "-n", "4", "--temp", "0", "--json")
-    check_good(res)
-    assert "full cache" in res.err
-    found = json.loads(res.out)
-    (note,) = [note for note in found["notes"] if "no pool is needed" in note]
-    assert "8,192" in note
-    assert "2,048" in note
-    assert found["stats"]["n_pool"] is None
-
-
 def test_a_huge_context_costs_nothing_on_a_pool() -> None:
     res = kvflash(
         "run",
@@ -192,13 +149,11 @@ def test_a_huge_context_with_the_full_cache() -> None:
     ("args", "words"),
     [
         (("--tokens", "10"), ("10", "raise")),
-        (("--tokens", "-5"), ("-5",)),
         (("--tokens", "1M"), ("--tokens", "1048576", "67520")),
         (("--needles", "0"), ("needles", "0")),
         (("--seed", "-1"), ("seed", "-1")),
         (("--tokens", "1K", "--kvflash", "0"), ("--kvflash", "0")),
         (("--tokens", "1K", "--kvflash", "4K"), ("4,096", "--kvflash")),
-        (("--tokens", "1K", "-t", "0"), ("--threads", "0")),
     ],
 )
 def test_bad_demo(tmp_path: Path, args: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -96,10 +96,8 @@ def test_truncated_model(tmp_path: Path, cut: str) -> None:
         check_error(kvflash(*command, path), RUNTIME, f"{path} cannot be loaded: {what}", "download it again")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mamba"])
-def test_model_without_a_tokenizer(tiny_path: Callable[[str], Path], name: str) -> None:
-    path = tiny_path(name)
-    check_error(kvflash("run", path, *HELLO, "--kvflash", "off"), RUNTIME, "token")
+def test_model_without_a_tokenizer(tiny_path: Callable[[str], Path]) -> None:
+    check_error(kvflash("run", tiny_path("qwen3"), *HELLO, "--kvflash", "off"), RUNTIME, "has no tokenizer")
 
 
 FUZZ = r"""

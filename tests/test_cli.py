@@ -82,11 +82,6 @@ def test_every_option_is_explained(name: str) -> None:
     assert [p.name for p in params if not p.help] == []
 
 
-def test_all_commands_are_known() -> None:
-    text = good("--help").stdout
-    assert all(re.search(rf"^  {name} +\S", text, re.MULTILINE) for name in COMMANDS)
-
-
 def test_version() -> None:
     assert good("--version").stdout == f"kvflash, version {__version__}\n"
 
@@ -249,13 +244,6 @@ def test_verbose_shows_the_library_log_on_stderr() -> None:
     assert res.stdout == summary(*SHORT, "-n", "2")["text"] + "\n"
 
 
-def test_no_tokens() -> None:
-    found = summary(*SHORT, "-n", "0")
-    assert found["text"] == ""
-    assert found["reason"] == "length"
-    assert found["stats"]["n_generated"] == 0
-
-
 def test_until_the_context_is_full() -> None:
     found = summary("-p", "The secret code for the", "-c", "256", "-n", "-1")
     assert found["reason"] in {"context", "eos"}
@@ -268,12 +256,6 @@ def test_until_the_context_is_full() -> None:
 #
 
 
-def test_greedy_is_deterministic() -> None:
-    first, second = (summary(*SHORT, "-n", "16") for _ in range(2))
-    assert first["text"] == second["text"] != ""
-    assert summary(*SHORT, "-n", "16", "-s", "5")["text"] == first["text"]
-
-
 def sampled(*args: str) -> dict[str, Any]:
     res: dict[str, Any] = json.loads(
         good("run", *SHORT, "-n", "32", "--temp", "1.5", "--top-k", "0", "--json", *args).stdout
@@ -281,14 +263,8 @@ def sampled(*args: str) -> dict[str, Any]:
     return res
 
 
-def test_a_seed_reproduces() -> None:
-    seven = sampled("-s", "7")
-    assert sampled("-s", "7")["text"] == seven["text"]
-    assert sampled("-s", "8")["text"] != seven["text"]
-    assert seven["stats"]["seed"] == 7
-
-
 def test_a_random_seed_is_told_and_reproduces() -> None:
+    assert sampled("-s", "7")["stats"]["seed"] == 7
     drawn = sampled()
     assert sampled("-s", str(drawn["stats"]["seed"]))["text"] == drawn["text"]
     assert sampled()["stats"]["seed"] != drawn["stats"]["seed"]
@@ -303,17 +279,11 @@ def test_stop_string_is_not_shown() -> None:
     assert good("run", *SHORT, "-n", "16", "--temp", "0", "-r", stop).stdout == found["text"] + "\n"
 
 
-def test_held_back_text_is_shown_at_the_end() -> None:
-    whole = summary(*SHORT, "-n", "8")["text"]
-    assert summary(*SHORT, "-n", "8", "-r", whole[-2:] + "never comes")["text"] == whole
-
-
 @pytest.mark.parametrize(
     ("args", "n_ctx", "n_pool"),
     [
         (("-c", "4096", "--kvflash", "1024"), 4096, 1024),
         (("-c", "4K", "--kvflash", "1K"), 4096, 1024),
-        (("--ctx-size", "4k", "--kvflash", "1k"), 4096, 1024),
         (("-c", "1M", "--kvflash", "2K"), 1 << 20, 2048),
         (("-c", "4000", "--kvflash", "1030"), 4000, 1280),  # in steps of 256 cells, and said so
         (("-c", "4K", "--kvflash", "off"), 4096, None),
@@ -351,24 +321,16 @@ def parsed(*args: str) -> dict[str, Any]:
     [
         ((), {"tensor_split": (), "rpc": (), "host_limit": None, "n_gpu_layers": -1}),
         (("-ts", "3,1"), {"tensor_split": (3.0, 1.0)}),
-        (("--tensor-split", "0.5, 0,2"), {"tensor_split": (0.5, 0.0, 2.0)}),
         (("-ts", "3/1"), {"tensor_split": (3.0, 1.0)}),  # as llama.cpp takes it
         (("-ts", ""), {"tensor_split": ()}),
-        (("--rpc", "localhost:50052"), {"rpc": ("localhost:50052",)}),
         (("--rpc", "10.0.0.1:50052, gpu-2:1"), {"rpc": ("10.0.0.1:50052", "gpu-2:1")}),
         (("--rpc", ""), {"rpc": ()}),
         (("--kvflash-host", "1000000"), {"host_limit": 1_000_000}),
-        (("--kvflash-host", "64K"), {"host_limit": 64 << 10}),
         (("--kvflash-host", "512M"), {"host_limit": 512 << 20}),
-        (("--kvflash-host", "512MiB"), {"host_limit": 512 << 20}),
         (("--kvflash-host", "64GiB"), {"host_limit": 64 << 30}),
-        (("--kvflash-host", "64GB"), {"host_limit": 64 << 30}),
-        (("--kvflash-host", "64g"), {"host_limit": 64 << 30}),
         (("--kvflash-host", "2TiB"), {"host_limit": 2 << 40}),
-        (("--set", "auto_cap=8K"), {"settings": {"auto_cap": 8192}}),
         (("-ngl", "20"), {"n_gpu_layers": 20}),
         ((), {"n_cpu_moe": 0}),
-        (("-ncmoe", "20"), {"n_cpu_moe": 20}),
         (("--n-cpu-moe", "auto"), {"n_cpu_moe": "auto"}),
         ((), {"prefill": "exact", "mode": "fast"}),
         (("--kvflash-mode", "lossless"), {"mode": "lossless"}),
@@ -443,13 +405,6 @@ def test_an_argument_wins_over_a_model_in_the_environment(monkeypatch: pytest.Mo
     assert summary("-m", str(BUNDLED_MODEL), *SHORT, "-n", "1")["model"] == str(BUNDLED_MODEL)
 
 
-def test_bad_environment_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "plenty")
-    res = invoke("run", "-p", "Hello")
-    assert res.exit_code == 2
-    assert "plenty" in res.stderr
-
-
 #
 # the pool
 #
@@ -467,17 +422,6 @@ def test_a_prompt_longer_than_the_pool(long_file: Path) -> None:
     assert stats["stored"] == (stats["n_prompt"] + stats["n_generated"] - 1) // 64
     answer = (long_file.parent / "answer.txt").read_text()
     assert answer in found["text"]  # the last code is in the tail, which stays
-
-
-def test_off_equals_a_pool_that_holds_everything(long_file: Path) -> None:
-    args = ("-f", str(long_file), "-c", "4K", "-b", "256", "-n", "24")
-    pool = summary(*args, "--kvflash", "2K")
-    off = summary(*args, "--kvflash", "off")
-    assert pool["stats"]["n_pool"] == 2048
-    assert pool["stats"]["pages_out"] == 0
-    assert off["stats"]["n_pool"] is None
-    assert off["stats"]["host_bytes"] == 0
-    assert pool["text"] == off["text"]
 
 
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0", "bf16"])
@@ -547,21 +491,6 @@ def test_figures_and_banner_of_how_prompts_are_read(long_file: Path) -> None:
     assert "to read prompts" not in res.stderr
     res = good("run", *SHORT, "-n", "1", "--stats", "--kvflash-prefill", "exact")
     assert rows(res.stderr)["exact pass"] == "none", "the full cache is exact"
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
-        ("--kvflash-prefill", "exactly", "'exactly'"),
-        ("--kvflash-prefill", "", "''"),
-        ("--set", "panes=-1", "panes is -1"),
-        ("--set", "panes=many", "'many' is not a whole number"),
-        ("--set", "panes=1.5", "'1.5' is not a whole number"),
-        ("--set", "panes=2G", "'2G' is not a whole number"),
-    ],
-)
-def test_bad_ways_to_read(option: str, value: str, words: str) -> None:
-    check_error(invoke("run", *SHORT, option, value), 2, words)
 
 
 def test_devices_without_room_to_read_exactly(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
