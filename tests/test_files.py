@@ -458,7 +458,7 @@ def test_the_cache_follows_no_link_when_it_writes(tmp_path: Path) -> None:
 
 def test_a_bench_writes_the_files_that_it_declares() -> None:
     """No others, so that all are compared with what it reads."""
-    sources = [path.read_text("utf-8") for path in Path(files.__file__).parent.rglob("*.py")]
+    sources = [path.read_text("utf-8") for path in Path(shapes.__file__).parent.rglob("*.py")]
     assert {name for text in sources for name in re.findall(r'(?:results|self)\.write\("(\w+\.\w+)"', text)} == set(
         FILES
     )

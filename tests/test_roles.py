@@ -28,8 +28,8 @@ environment = commands.environment
 
 
 def module(name: str) -> ModuleType:
-    """A module of commands, which may have a command of its own name."""
-    return import_module(f"pyllama_kvflash.cli.{name}")
+    """A module of the benches' commands, which may have a command of its own name."""
+    return import_module(f"kvflash_bench.cli.{name}")
 
 
 COMMANDS = dict(commands.leaves(main))
@@ -212,7 +212,7 @@ def test_implicit_inputs_of_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for kind in ("ruler", "spec", "niah"):
         Path(f"kvflash-{kind}").mkdir()
     (mine := tmp_path / "mine.gguf").write_bytes(b"GGUF mine")
-    for kind, home, name in (("ruler", "bench", "SAMPLE"), ("spec", "bench_spec", "BUNDLED_DRAFTER")):
+    for kind, home, name in (("ruler", "answers", "SAMPLE"), ("spec", "spec", "BUNDLED_DRAFTER")):
         monkeypatch.setattr(module(home), name, mine)
         Path(f"kvflash-{kind}/results.csv").symlink_to(mine)
         check_error(
