@@ -38,7 +38,7 @@ ROWS = {
     "properties": ("enforced", "in the order of the schema"),
     "required": ("enforced", "also for names that `properties` lacks"),
     "additionalProperties": ("enforced", "if it is missing beside `properties`, there are none; the names of `properties` need up to 2,000 states"),
-    "patternProperties": ("in part", "up to 4 patterns, each as `pattern`; if `additionalProperties` is missing, there are no other properties"),
+    "patternProperties": ("in part", "up to 4 patterns, each as `pattern`; without `additionalProperties`, no other properties are written"),
     "propertyNames": ("in part", "an `enum`, or what can be enforced of a string"),
     "minProperties": ("in part", "where optional `properties` times the counted ones are up to 1,000; of properties without a name one, as a name may come twice"),
     "maxProperties": ("in part", "as `minProperties`"),

@@ -107,7 +107,7 @@ class _Tool:
 
     @property
     def values(self) -> "_Marks":
-        """The marks for the values of arguments that are no strings: templates that name each argument write those as text."""
+        """The marks for values of arguments other than strings: templates that name each argument write strings as plain text."""
         marks = {f"{self.mark}.{i}": a.keys for i, a in enumerate(self._arguments.of) if "string" not in a.types}
         return _Marks(self.checked, marks)
 

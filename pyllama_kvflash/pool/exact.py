@@ -29,7 +29,7 @@ class ExactReader:
     def __init__(self, ctx: ExactContext) -> None:
         self.ctx = ctx
         self._seq: int | None = None  # the sequence whose rows and state the panes hold
-        self._end = -1  # the position of that state; -1: there is no state
+        self._end = -1  # the position of that state; -1: none
         self._ahead = False  # batches are under way
         self.n_whole = 0  # the last batch's sequence: positions, from the first, already in its records
         self._computing: Future[None] | None = None  # a batch that a thread computes

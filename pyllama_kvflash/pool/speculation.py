@@ -23,7 +23,7 @@ _NATIVE = {"draft": "draft-simple", "eagle3": "draft-eagle3", "mtp": "draft-mtp"
 _MARKOV = "markov_w1"  # a tensor that marks DSpark drafters
 _GLANCE = 256  # tokens that a drafter reads to try a closed gate: few, because most tries fail
 _CHOICES = (1, 2, 4, 8)  # lengths to choose from if none is given: few, because each batch width needs its own graph
-N_GRAM = 4  # tokens that must match earlier text; with llama.cpp's default of 12, there are no shorter drafts
+N_GRAM = 4  # tokens that must match earlier text; llama.cpp's default of 12 rules out shorter drafts
 
 
 @contextmanager
