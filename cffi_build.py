@@ -1,10 +1,15 @@
-"""The cffi declarations of llama.h and kvflash.h that Python may call (API mode).
+"""The cffi declarations of what Python may call (API mode): parts of llama.h, and all of kvflash.h.
 
 CMake runs cffi's source generator on this file and compiles the result against the real headers, so a declaration that
 differs from them does not compile, and `...` lets the compiler fill in layouts and values.
 """
 
+import re
+from pathlib import Path
+
 from cffi import FFI
+
+HEADER = Path(__file__).parent / "pyllama_kvflash/native/src/kvflash.h"
 
 ffibuilder = FFI()
 
@@ -171,181 +176,18 @@ void                   llama_sampler_accept(struct llama_sampler * smpl, llama_t
 struct llama_sampler * llama_sampler_chain_get(struct llama_sampler * chain, int32_t i);
 struct llama_sampler * llama_sampler_clone(const struct llama_sampler * smpl);
 void                   llama_sampler_free(struct llama_sampler * smpl);
-
-/* ---- kvflash.h ---- */
-
-enum kvf_status {
-    KVF_OK, KVF_E_ARGUMENT, KVF_E_UNSUPPORTED, KVF_E_NO_BLOCK, KVF_E_RECORD, KVF_E_STATE, KVF_E_MODEL,
-    KVF_E_MEMORY, KVF_E_BACKEND, KVF_E_ABORTED, KVF_E_LOST, KVF_E_LOGITS, ...
-};
-enum kvf_outputs { KVF_OUTPUTS_NONE, KVF_OUTPUTS_LAST, KVF_OUTPUTS_ALL, ... };
-#define KVF_RECORD_MAGIC   ...
-#define KVF_RECORD_VERSION ...
-#define KVF_UNIT ...
-#define KVF_FLAG_V_TRANS   ...
-#define KVF_FLAG_ROT_K     ...
-#define KVF_FLAG_ROT_V     ...
-
-struct kvf_pool_params {
-    uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every;
-    uint32_t n_exchange; uint32_t coarse_k; uint32_t coarse_v; uint32_t late;
-    struct llama_context * panes;
-};
-struct kvf_heads { uint32_t n_query; uint32_t n_kv; uint32_t n_embd; uint32_t n_embd_v; };
-struct kvf_codes_info { uint64_t bytes; uint64_t device_bytes; uint32_t n; uint32_t n_known; uint32_t n_block; uint32_t n_slot; };
-struct kvf_pane_params { uint32_t n_pane; uint32_t q_tap; uint32_t q_every; uint32_t mass_piece; uint64_t least_bytes; };
-struct kvf_pane_info { uint64_t bytes; uint64_t n_bytes; uint32_t n_pane; uint32_t n_layer; uint32_t n_stream; };
-struct kvf_pool_info {
-    uint32_t n_pool; uint32_t n_chunk; uint32_t n_block; uint32_t n_block_free; uint32_t n_landing; uint32_t n_kv;
-    uint32_t n_layer; uint32_t n_copy; uint64_t record_bytes; uint32_t meta_bytes; uint32_t flags;
-};
-struct kvf_layer {
-    int32_t il; int32_t type_k; int32_t type_v; uint32_t n_embd_k; uint32_t n_embd_v;
-    uint32_t n_head; uint32_t n_head_kv; uint32_t n_embd_head_k; int32_t device;
-    uint64_t offs_k; uint64_t size_k; uint64_t offs_v; uint64_t size_v;
-};
-struct kvf_kv_bytes { uint64_t attn; uint64_t swa; uint64_t recurrent; };
-
-const char * kvf_error(void);
-void kvf_init(void);
-void kvf_log_level(int min_level);
-void kvf_interrupt(bool stop);
-int  kvf_model_load(const char * path, const struct llama_model_params * params, const char * const * on_host,
-                    uint32_t n_on_host, struct llama_model ** model);
-int  kvf_get_weight(struct llama_model * model, uint32_t i, const char ** name, uint64_t * size, int32_t * device);
-uint32_t kvf_n_weight(struct llama_model * model);
-int  kvf_context_new(struct llama_model * model, const struct llama_context_params * params,
-                     const struct kvf_pool_params * pool, const struct kvf_pane_params * panes,
-                     struct llama_context ** ctx);
-const char * kvf_memory_class(struct llama_context * ctx);
-int  kvf_get_kv_bytes(struct llama_context * ctx, struct kvf_kv_bytes * bytes);
-int  kvf_get_compute_bytes(struct llama_context * ctx, int32_t device, uint64_t * bytes);
-int  kvf_get_layer(struct llama_context * ctx, uint32_t i, struct kvf_layer * layer);
-uint32_t kvf_n_layer(struct llama_context * ctx);
-int  kvf_decode(struct llama_context * ctx, llama_seq_id seq, llama_pos pos,
-                const llama_token * tokens, int32_t n, int outputs);
-int  kvf_decode_exact(struct llama_context * ctx, struct llama_context * pool, llama_seq_id seq, llama_pos pos,
-                      const llama_token * tokens, int32_t n, int outputs, void * const * records, uint32_t n_record,
-                      size_t record_size);
-int  kvf_get_mass(struct llama_context * ctx, uint32_t back, float * dst, uint32_t n_piece);
-int  kvf_pace_exact(struct llama_context * ctx, bool paced);
-int  kvf_wait_exact(struct llama_context * ctx, uint32_t n, llama_pos * end);
-int  kvf_get_pane_info(struct llama_context * ctx, struct kvf_pane_info * info);
-int  kvf_synchronize(struct llama_context * ctx);
-int  kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * token);
-int  kvf_top_probability(struct llama_context * ctx, int32_t i, float * res);
-int  kvf_decode_each(struct llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos,
-                     const llama_token * tokens, int32_t n);
-int  kvf_clear(struct llama_context * ctx);
-int  kvf_clear_seq(struct llama_context * ctx, llama_seq_id seq);
-int  kvf_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
-int  kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
-int  kvf_get_pool_info(struct llama_context * ctx, struct kvf_pool_info * info);
-int  kvf_blocks(struct llama_context * ctx, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs,
-                uint32_t n_block);
-int  kvf_block_of(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, int32_t * block);
-int  kvf_read(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size, uint64_t * ticket);
-int  kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
-int  kvf_page_in(struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size,
-                 int32_t * block);
-int  kvf_commit(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
-int  kvf_cancel(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
-int  kvf_wait(struct llama_context * ctx, uint64_t ticket);
-struct kvf_host;
-int  kvf_host_new(struct llama_context * ctx, size_t size, struct kvf_host ** host);
-void * kvf_host_base(struct kvf_host * host);
-void kvf_host_free(struct kvf_host * host);
-int  kvf_time_copies(struct llama_context * ctx, size_t size, uint32_t n, bool to_device, double * seconds);
-int  kvf_scribble(struct llama_context * ctx, uint8_t byte);
-int  kvf_q(struct llama_context * ctx, uint32_t back, float * dst, size_t n, uint64_t * ticket);
-int  kvf_q_scale(struct llama_context * ctx, float * dst, uint32_t n);
-struct kvf_checksum * kvf_checksum_new(void);
-void kvf_checksum_add(struct kvf_checksum * sum, const void * data, size_t size);
-void kvf_checksum_get(const struct kvf_checksum * sum, uint8_t * dst);
-void kvf_checksum_free(struct kvf_checksum * sum);
-int  kvf_quantize(const char * src, const char * dst, const struct llama_model_quantize_params * params);
-int  kvf_device_memory(uint32_t device, size_t * n_free, size_t * n_total);
-int  kvf_add_rpc(const char * endpoint);
-void kvf_drop_rpc(void);
-
-struct kvf_spec;
-struct kvf_spec_params { const char * type; int32_t n_max; int32_t n_gram; int32_t window; float p_min; };
-struct kvf_tokens;
-int  kvf_tokens_new(const struct llama_vocab * vocab, struct kvf_tokens ** tokens);
-void kvf_tokens_free(struct kvf_tokens * tokens);
-struct kvf_grammar;
-struct kvf_grammar_params {
-    const char * text; const char * after; bool lazy;
-    const char * const * patterns; size_t n_patterns; const llama_token * tokens; size_t n_tokens;
-    const char * thinking; const char * const * thought; size_t n_thought;
-};
-int  kvf_grammar_new(struct kvf_tokens * tokens, const struct llama_vocab * vocab,
-                     const struct kvf_grammar_params * params, struct kvf_grammar ** grammar);
-int  kvf_grammar_copy(struct kvf_grammar * grammar, struct kvf_grammar ** copy);
-int  kvf_grammar_mask(const struct kvf_grammar * grammar, uint64_t * mask, size_t n);
-int  kvf_grammar_accept(struct kvf_grammar * grammar, llama_token token);
-void kvf_grammar_free(struct kvf_grammar * grammar);
-int  kvf_sample(struct llama_context * ctx, int32_t i, struct llama_sampler * chain, int32_t top_k,
-                struct kvf_grammar * grammar, llama_token * token);
-
-struct kvf_chat;
-struct kvf_reply;
-void kvf_text_free(char * text);
-int  kvf_chat_new(const struct llama_model * model, const char * source, double seconds, struct kvf_chat ** chat);
-void kvf_chat_free(struct kvf_chat * chat);
-int  kvf_chat_caps(const struct kvf_chat * chat, char ** result);
-int  kvf_chat_apply(const struct kvf_chat * chat, const char * request, double seconds, char ** result);
-int  kvf_reply_new(int32_t format, const char * parser, const char * generation_prompt, struct kvf_reply ** reply);
-void kvf_reply_free(struct kvf_reply * reply);
-int  kvf_reply_push(struct kvf_reply * reply, const char * text, bool partial, char ** deltas);
-
-int  kvf_spec_new(struct llama_context * ctx_tgt, struct llama_context * ctx_dft, const struct kvf_spec_params * params,
-                  struct kvf_spec ** spec);
-void kvf_spec_free(struct kvf_spec * spec);
-int32_t kvf_spec_n_max(const struct kvf_spec * spec);
-int  kvf_spec_listen(struct kvf_spec * spec, struct llama_context * ctx, bool on);
-int  kvf_spec_begin(struct kvf_spec * spec, const llama_token * tokens, int32_t n);
-int  kvf_spec_process(struct kvf_spec * spec, struct llama_context * ctx, llama_pos pos, const llama_token * tokens,
-                      int32_t n);
-int  kvf_spec_draft(struct kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max,
-                    llama_token * draft, int32_t * n_draft);
-int  kvf_spec_accept(struct kvf_spec * spec, int32_t n);
-
-enum kvf_summary_kind {
-    KVF_SUMMARY_CENTROIDS, KVF_SUMMARY_MEAN, KVF_SUMMARY_DIRECTION, KVF_SUMMARY_ROWS, ...
-};
-int  kvf_summary_size(const struct kvf_layer * layer, uint32_t n, uint32_t n_row, size_t * size);
-int  kvf_summarise(const struct kvf_layer * const * layers, uint32_t n_layer, uint32_t n_chunk, const void * record,
-                   size_t record_size, int kind, uint32_t n_row, uint16_t * const * slabs, uint32_t i, uint32_t n);
-int  kvf_score(const struct kvf_layer * layer, const uint16_t * slab, uint32_t n, uint32_t n_row, const float * q,
-               float * dst, size_t stride);
-int  kvf_mass(const struct kvf_layer * const * layers, uint32_t n_layer, const uint16_t * const * const * slabs,
-              uint32_t slab_size, uint32_t n, uint32_t n_row, const float * const * q, uint32_t n_q, const float * scales,
-              float * dst);
-int  kvf_score_keys(const struct kvf_layer * layer, uint32_t n_chunk, const void * const * records, uint32_t n,
-                    size_t record_size, const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst);
-void kvf_set_host_kernels(const void * kernels);
-int  kvf_codes_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first,
-                   const void * const * records, uint32_t n);
-int  kvf_codes_cover(struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
-int  kvf_codes_forget(struct llama_context * ctx, llama_seq_id seq);
-uint64_t kvf_choice_bytes(const struct kvf_heads * heads, uint32_t n_layer, uint32_t n_ctx, uint32_t n_seq, uint32_t n_pool, uint32_t n_chunk);
-int  kvf_codes_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_codes_info * info);
-int  kvf_guests_fetched(struct llama_context * ctx, uint64_t * n);
-int  kvf_codes_size(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size);
-int  kvf_codes_get(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, void * dst, size_t size);
-int  kvf_codes_set(struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size);
-int  kvf_set_guests(struct llama_context * ctx, llama_seq_id seq, uint32_t n, const int32_t * blocks);
-int  kvf_get_guests(struct llama_context * ctx, llama_seq_id seq, int32_t * blocks, uint32_t n_block, int32_t * units,
-                    size_t n_unit);
-int  kvf_place_guests(struct llama_context * ctx, llama_seq_id seq, const int32_t * units, size_t n_unit);
-int  kvf_partial_size(struct llama_context * ctx, llama_seq_id seq, size_t * size);
-int  kvf_partial_get(struct llama_context * ctx, llama_seq_id seq, void * dst, size_t size);
-int  kvf_partial_set(struct llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size);
-int  kvf_partial_copy(struct llama_context * from, struct llama_context * to, llama_seq_id seq, llama_pos pos);
-int  kvf_set_width(struct llama_context * ctx, uint32_t n_kv);
-
-extern "Python" bool kvf_on_progress(float progress, void * user_data);
 """)
+
+
+def declared(header: str) -> str:
+    """Return the declarations of kvflash.h, which cffi can read without comments, directives and LLAMA_API."""
+    text = re.sub(r"//[^\n]*", "", header)
+    text = text[text.index('extern "C" {') + len('extern "C" {') : text.rindex("#ifdef __cplusplus")]
+    text = re.sub(r"^#define (\w+) .*", r"#define \1 ...", text, flags=re.MULTILINE)
+    return re.sub(r"^#(?!define).*", "", text, flags=re.MULTILINE).replace("LLAMA_API ", "")
+
+
+ffibuilder.cdef(declared(HEADER.read_text()))
+ffibuilder.cdef('extern "Python" bool kvf_on_progress(float progress, void * user_data);')
 
 ffibuilder.set_source("pyllama_kvflash.native._kvflash", '#include "kvflash.h"\n#include "ggml-backend.h"\n')

@@ -19,7 +19,6 @@ from pyllama_kvflash import Done, KVFlash, Paged, Reselect, Sampling, View
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import NeedlePrompt
-from pyllama_kvflash.policy import State
 
 pytestmark = pytest.mark.native
 
@@ -73,7 +72,7 @@ def moved(resident: set[int], events: list[Event]) -> set[int]:
 
 
 def resident_in(kv: KVFlash) -> set[int]:
-    return set(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
+    return set(np.flatnonzero(kv.residency().resident).tolist())
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
@@ -129,7 +128,7 @@ class Missing(Shares):
         self.views.clear()
         if self.kv is not None and self.n_left:
             self.n_left -= 1
-            res[np.flatnonzero(self.kv.pager.ledger.state == State.OUT)[:2]] = 0.4
+            res[np.flatnonzero(~self.kv.pager.ledger.resident)[:2]] = 0.4
         return res
 
 

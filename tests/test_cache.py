@@ -25,7 +25,6 @@ from pyllama_kvflash import KVFlash, Token, Warn
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
-from pyllama_kvflash.policy import State
 from pyllama_kvflash.snapshot import layout
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.snapshot.file import SnapshotFile
@@ -193,7 +192,7 @@ def test_damage_of_a_shared_record_is_a_miss_for_all(opened: Open, tmp_path: Pat
     root = cache.save(read(kv, TEXT[:1280]))
     assert cache.save(read(kv, TEXT[:1500]))
     assert root
-    damage(root, State.RESIDENT)  # the first chunk, which is a sink
+    damage(root, resident=True)  # the first chunk, which is a sink
     assert cache.restore(kv, TEXT) == 0
     assert (cache.stats.damaged, cache.entries()) == (1, [])
 
@@ -232,10 +231,10 @@ def test_what_was_used_longest_ago_goes_first(opened: Open, tmp_path: Path) -> N
     assert tiny.save(read(kv, OTHER[300:900])) is None, "larger than the cache"
 
 
-def damage(path: Path, state: State) -> None:
-    """A bit of the record of the first chunk that is in this state."""
+def damage(path: Path, *, resident: bool) -> None:
+    """A bit of the record of the first chunk that is in the pool, or that is not."""
     file = SnapshotFile(path)
-    chunk = int(np.flatnonzero(file.contents.chunks["state"] == state)[0])
+    chunk = int(np.flatnonzero(file.contents.chunks["resident"] == resident)[0])
     pitch, lead = layout.record_place(file.contents.identity)
     with path.open("r+b") as out:
         out.seek(int(file.header["sections"][-1]["offset"]) + chunk * pitch + lead + 1000)
@@ -251,7 +250,7 @@ def test_damage_that_is_found_later_has_the_text_read_anew(opened: Open, tmp_pat
     kv, cache = opened(policy="qk"), PrefixCache(tmp_path, LARGE)
     path = cache.save(read(kv, TEXT[:1500]))
     assert path
-    damage(path, State.OUT)
+    damage(path, resident=False)
     assert cache.restore(kv, np.append(TEXT[:1500], OTHER[:70])) == 1500
     events = list(kv.generate(OTHER[:70], max_tokens=12, sampling=GREEDY, append=True))
     warnings = [e.text for e in events if isinstance(e, Warn)]
@@ -461,7 +460,7 @@ def test_verify_removes_what_is_damaged_and_what_needs_it(opened: Open, tmp_path
         assert cache.save(read(kv, text))
     apart = cache.save(read(kv, OTHER[:300]))
     assert root
-    damage(root, State.OUT)
+    damage(root, resident=False)
     res = CliRunner().invoke(main, ["cache", "verify", "--remove", "--prefix-cache", str(tmp_path)])
     assert res.exit_code == 1
     assert res.stderr.count("warning") == 1

@@ -95,7 +95,7 @@ def test_events_come_in_order(opened: Open, document: NeedlePrompt) -> None:
     assert (stats.n_prompt, stats.n_generated) == (n, len(tokens))
     assert (stats.n_ctx, stats.n_pool) == (16384, 768)
     assert (stats.pages_out, stats.pages_in) == (len(gone), 0)
-    assert stats.chunks == len(kv.residency().state)
+    assert stats.chunks == len(kv.residency().resident)
     assert stats.resident == stats.chunks - len(gone)
     assert stats.stored == kv.n_tokens // 64
     assert stats.prefill_s > 0

@@ -64,7 +64,7 @@ def test_page_out_and_in_leaves_no_trace(opened: Open) -> None:
 def test_protected_chunks_stay(opened: Open, chunk: int) -> None:
     kv = opened()
     feed(kv, 2000, 64)
-    assert len(kv.residency().state) == 32
+    assert len(kv.residency().resident) == 32
     with pytest.raises(PoolError, match=rf"chunk {chunk} cannot leave the pool"):
         kv.page_out(chunk)
     check_residency(kv)

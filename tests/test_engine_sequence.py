@@ -47,7 +47,7 @@ def test_clear_forgets_all_but_pins(opened: Open) -> None:
     first = logits_of(kv, 2048)
     kv.clear()
     assert kv.n_tokens == 0
-    assert len(kv.residency().state) == 0
+    assert len(kv.residency().resident) == 0
     kv.check_integrity()
     assert np.array_equal(logits_of(kv, 2048), first)
     assert not {2, 3} & set(out(kv))

@@ -80,7 +80,7 @@ def check_same(kv: KVFlash, control: KVFlash) -> None:
     n = kv.n_tokens // CHUNK
     for chunk in range(n):
         np.testing.assert_array_equal(kv.pager.records.get(chunk), control.pager.records.get(chunk), err_msg=f"{chunk}")
-    np.testing.assert_array_equal(kv.residency().state, control.residency().state)
+    np.testing.assert_array_equal(kv.residency().resident, control.residency().resident)
     summaries = [one.pager.summaries for one in (kv, control)]
     for chunk in range(n if summaries[0] else 0):
         for got, want in zip(*(one.entry(chunk) for one in summaries if one), strict=True):

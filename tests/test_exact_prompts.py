@@ -21,7 +21,6 @@ from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.loading import memory
 from pyllama_kvflash.native import LAST, Context, PoolParams, devices
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import State
 from pyllama_kvflash.pool.step import Part, advance_exactly
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
@@ -75,7 +74,7 @@ def test_prompts_in_parts(opened: Open, name: str, cache: str) -> None:
         assert_same(prompt(kv, n), prompt(full, n))
         assert n_streamed(kv) > before
         check_residency(kv, CHUNK)
-    assert len(kv.residency().state) * CHUNK > 6 * N_POOL
+    assert len(kv.residency().resident) * CHUNK > 6 * N_POOL
 
 
 @pytest.mark.nightly(ENGINE)
@@ -291,7 +290,7 @@ def test_pool_is_chosen_by_what_the_last_tokens_attend_to(opened: Open, name: st
     assert np.flatnonzero(where.protected).tolist() == [*range(SINKS), *range(n_chunk - TAIL, n_chunk)]
     assert np.allclose(scores[candidates], want[candidates], atol=2e-3)
 
-    resident = where.state == State.RESIDENT
+    resident = where.resident
     assert np.all(resident[where.protected])
     assert resident.sum() == N_POOL // CHUNK - 1  # a block is left free for the answer
     assert want[resident & candidates].min() >= want[~resident].max() - 2e-3
@@ -308,7 +307,7 @@ def test_pins_stay(opened: Open, policy: str) -> None:
     where = kv.residency()
     pinned = [100 // CHUNK, 300 // CHUNK, *range(900 // CHUNK, -(-950 // CHUNK))]
     assert np.all(where.protected[pinned])
-    assert np.all(where.state[pinned] == State.RESIDENT)
+    assert np.all(where.resident[pinned])
     check_residency(kv, CHUNK)
 
 
@@ -318,7 +317,7 @@ def test_pool_is_as_good_as_new(opened: Open) -> None:
     kv.pager.shared.confine(N_POOL)
     prompt(kv, 1000)
     prompt(full, 1000)
-    assert np.sum(kv.residency().state == State.OUT) > 0
+    assert np.sum(~kv.residency().resident) > 0
     kv.pager.shared.confine(2048)
     kv.pager.page_in_all()
     for _ in range(3):
@@ -467,7 +466,7 @@ FILES = (
     "native/exact.py",
     "sequence.py",
     "pager.py",
-    "flights.py",
+    "moves.py",
     "ledger.py",
     "decoder.py",
     "selector.py",

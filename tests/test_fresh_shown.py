@@ -18,7 +18,6 @@ from kvflash_bench.trace import read_trace
 from pyllama_kvflash import KVFlash, Paged
 from pyllama_kvflash.cli.figures import stats_table
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.policy import State
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
 from pyllama_kvflash.policy.fresh import Heads
 
@@ -59,10 +58,10 @@ def test_residency_counts_the_layers_that_chose_a_chunk(opened: Open, name: str,
     room = kv.pager.guests
     assert room is not None
     _, units = room.native.tables()
-    want = np.zeros(len(seen.state))
+    want = np.zeros(len(seen.resident))
     for unit in units.flat:
         want[unit * 16 // chunk] += 16 / chunk
-    resident = seen.state == State.RESIDENT
+    resident = seen.resident
     assert not want[resident].any()
     assert np.array_equal(seen.layers, np.where(resident, n_layer, want))
     assert 0 < want.max() <= n_layer
@@ -74,12 +73,12 @@ def test_events_tell_what_left_all_layers(opened: Open, prefill: str) -> None:
     """As the tail moves on, what it leaves becomes a candidate: that is a move, and is told."""
     kv = opened(prefill=prefill)
     events = read(kv, 1500)
-    resident = set(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
+    resident = set(np.flatnonzero(kv.residency().resident).tolist())
     if prefill == "pool":
         assert moved(events, set(range(94)), 94) == resident
     events = feed(kv, 1700)
     there = moved(events, resident | set(range(94, 107)), 107)
-    assert there == set(np.flatnonzero(kv.residency().state == State.RESIDENT).tolist())
+    assert there == set(np.flatnonzero(kv.residency().resident).tolist())
     assert sum(len(e.drops) for e in events if isinstance(e, Paged)) >= 12
 
 

@@ -195,8 +195,7 @@ def test_nothing_is_twice_there(made: Coarse) -> None:
     run.feed(1, 1)
     chunk = int(guests.tables()[1][0, 0]) // 4
     guests.resize(5)
-    run.ctx.begin_page_in(chunk, records[chunk])
-    run.ctx.commit(chunk)
+    run.ctx.page_in(chunk, records[chunk])
     run.feed(1, 1)
     units = guests.tables()[1]
     assert units.shape[1] == 20

@@ -40,7 +40,7 @@ def answering(kv: KVFlash, n: int = 900, **options: Any) -> Generation:
 
 def state(kv: KVFlash) -> tuple[list[int], int | None, bytes]:
     """What nothing may change that has lost the sequence."""
-    where = kv.residency().state.tobytes() if kv.pager else b""
+    where = kv.residency().resident.tobytes() if kv.pager else b""
     return kv.tokens.tolist(), kv.sequence.pending, where
 
 

@@ -174,7 +174,7 @@ def test_the_pool_is_what_residency_says(read: Running) -> None:
     assert (found["meter"], found["gpu"]) == (False, ON_GPU)
     first, second = found["sequences"]
     assert first["n_tokens"] == kv.n_tokens > SMALL["pool"]
-    assert first["state"] == "".join(map(str, seen.state))
+    assert first["state"] == "".join("01"[there] for there in seen.resident)
     assert first["state"].count("2") == first["resident"] == stats.resident
     assert "0" in first["state"]
     assert [c in "ps" or c == "t" for c in first["kind"]] == seen.protected.tolist()

@@ -11,7 +11,7 @@ from support.changes import POLICY
 from support.paging import FULL, Exact, Paging, check_choice, check_swaps, come_back, filled, heat_of, snapshot
 
 from pyllama_kvflash.errors import PoolError
-from pyllama_kvflash.policy import Blocks, Ledger, LedgerError, Plan, State, bring_in, make_room, reselect
+from pyllama_kvflash.policy import Blocks, Ledger, LedgerError, Plan, bring_in, make_room, reselect
 from pyllama_kvflash.policy.ledger import _CHUNK
 
 
@@ -22,7 +22,6 @@ def test_nothing_is_lost_whatever_the_order() -> None:
     run_state_machine_as_test(Exact, settings=FULL)
     steps = (
         "interrupted",
-        "abort",
         "no room",
         "pin",
         "pin ahead",
@@ -80,14 +79,13 @@ def test_a_new_chunk_has_no_score_and_scores_are_a_copy() -> None:
 
 
 def test_candidates_are_what_has_a_record_and_no_protection_in_or_out() -> None:
-    """Not the sink, the tail, a pin, or what is under way; one that is out is."""
+    """Not the sink, the tail, or a pin; one that is out is."""
     ledger = filled(10, n_tokens=8 * 16)
     ledger.pins.add(5)
     ledger.drop(1)
     ledger.drop(2)
-    ledger.begin_page_in(2)
     ledger.write(16)
-    assert np.flatnonzero(ledger.candidates()).tolist() == [1, 3, 4, 6]
+    assert np.flatnonzero(ledger.candidates()).tolist() == [1, 2, 3, 4, 6]
 
 
 def test_scores_stay_with_the_first_chunks() -> None:
@@ -138,17 +136,17 @@ def test_rollback_forgets_the_scores_behind_it() -> None:
 
 @st.composite
 def ledgers(draw: st.DrawFn) -> Ledger:
-    """Any chunks that the rules allow, stored or not, in, out or under way; scores with ties, infinite ones and none."""
+    """Any chunks that the rules allow, stored or not, in or out; scores with ties, infinite ones and none."""
     n, chunk = draw(st.integers(0, 14)), draw(st.sampled_from([1, 4]))
     n_tokens = n * chunk - (draw(st.integers(0, chunk - 1)) if n else 0)
     number = st.sampled_from([np.nan, np.nan, -np.inf, np.inf, 0.0, -0.0, 1.0]) | st.floats(allow_nan=False, width=16)
     chunks = np.zeros(n, _CHUNK)
     for i, row in enumerate(chunks):
         row["stored"] = (i + 1) * chunk <= n_tokens and draw(st.integers(0, 4)) > 0
-        row["state"] = draw(st.sampled_from([0, 0, 1, 2, 2])) if row["stored"] else State.RESIDENT
+        row["resident"] = not row["stored"] or draw(st.booleans())
         row["touched"] = draw(st.integers(1, 5))
         row["score"] = draw(number)
-    n_block = int(np.count_nonzero(chunks["state"])) + draw(st.integers(0, 4))
+    n_block = int(np.count_nonzero(chunks["resident"])) + draw(st.integers(0, 4))
     ledger = Ledger(n_block, chunk, n_sinks=draw(st.integers(0, 2)), n_tail=draw(st.integers(0, 3)))
     ledger.pins |= draw(st.sets(st.integers(0, 16), max_size=3))
     ledger._now = (n_tokens, chunks)
@@ -182,7 +180,7 @@ def test_heat_is_the_order_of_scores_and_then_of_use(ledger: Ledger) -> None:
 @PROPERTY
 def test_reselect_is_the_best_choice_whatever_the_ledger(ledger: Ledger, n_free: int) -> None:
     before, protected = snapshot(ledger), ledger.protected()
-    stays = {c for c in range(ledger.n_chunks) if ledger.state[c] == State.RESIDENT and not ledger.candidates()[c]}
+    stays = {c for c in range(ledger.n_chunks) if ledger.resident[c] and not ledger.candidates()[c]}
     plan = reselect(ledger, n_free)
     assert snapshot(ledger) == before
     check_choice(ledger, plan, n_free)
@@ -191,12 +189,10 @@ def test_reselect_is_the_best_choice_whatever_the_ledger(ledger: Ledger, n_free:
         ledger.drop(chunk)
     ledger.check_integrity()
     for chunk in plan.page_ins:
-        ledger.begin_page_in(chunk)
-        ledger.check_integrity()
-        ledger.commit_page_in(chunk)
+        ledger.page_in(chunk)
     ledger.check_integrity()
     assert not plan or ledger.n_free >= n_free
-    assert (ledger.state[sorted(stays)] == State.RESIDENT).all()
+    assert (ledger.resident[sorted(stays)]).all()
     assert not protected[list(plan.drops)].any()
 
 
@@ -205,7 +201,7 @@ def test_reselect_is_the_best_choice_whatever_the_ledger(ledger: Ledger, n_free:
 @PROPERTY
 def test_reselect_brings_in_no_more_than_it_is_told_to(ledger: Ledger, n_free: int, n_most: int) -> None:
     """The hottest of what would come in for the coldest of what would go, and the blocks that are to be free are."""
-    before, stays = snapshot(ledger), ledger.protected() & (ledger.state == State.RESIDENT)
+    before, stays = snapshot(ledger), ledger.protected() & (ledger.resident)
     plan, whole = reselect(ledger, n_free, n_most), reselect(ledger, n_free)
     assert snapshot(ledger) == before
     assert len(plan.page_ins) <= n_most
@@ -218,11 +214,10 @@ def test_reselect_brings_in_no_more_than_it_is_told_to(ledger: Ledger, n_free: i
     for chunk in plan.drops:
         ledger.drop(chunk)
     for chunk in plan.page_ins:
-        ledger.begin_page_in(chunk)
-        ledger.commit_page_in(chunk)
+        ledger.page_in(chunk)
     ledger.check_integrity()
     assert not plan or ledger.n_free >= n_free
-    assert (ledger.state[stays] == State.RESIDENT).all()
+    assert (ledger.resident[stays]).all()
 
 
 def test_a_chunk_without_a_record_never_leaves() -> None:
@@ -265,7 +260,7 @@ def test_what_was_computed_elsewhere_is_out_but_for_the_chunk_that_is_written(
     ledger.append(n)
     ledger.check_integrity()
     assert (ledger.n_tokens, ledger.n_chunks, ledger.n_free) == (n_before + n, len(states), n_free)
-    assert ledger.state.tolist() == [{"R": State.RESIDENT, "O": State.OUT}[letter] for letter in states]
+    assert ledger.resident.tolist() == [letter == "R" for letter in states]
     assert ledger.stored.tolist() == [c < (n_before + n) // 16 for c in range(len(states))]
     assert ledger.to_store() == []
     assert ledger.touched[:before].tolist() == touched[:before].tolist()
@@ -302,7 +297,7 @@ def test_rollback_of_what_was_computed_elsewhere(n: int) -> None:
     ledger = filled(n_tokens=2 * 16 + 8)
     ledger.append(10 * 16)
     ledger.check_integrity()
-    if n % 16 and ledger.state_of(n // 16) == State.OUT:
+    if n % 16 and not ledger.holds(n // 16):
         with pytest.raises(LedgerError):
             ledger.rollback(n)
         come_back(ledger, n // 16)
@@ -311,7 +306,7 @@ def test_rollback_of_what_was_computed_elsewhere(n: int) -> None:
     assert (ledger.n_tokens, ledger.n_chunks) == (n, -(-n // 16))
     assert ledger.stored.tolist() == [c < n // 16 for c in range(ledger.n_chunks)]
     ledger.write(16)
-    assert ledger.state[n // 16 :].tolist() == (ledger.n_chunks - n // 16) * [State.RESIDENT]
+    assert ledger.resident[n // 16 :].all()
     ledger.append(16)
     ledger.check_integrity()
 

@@ -12,7 +12,7 @@ from support.changes import POLICY
 from support.paging import FULL, RESELECT, Exact, Geometry, Paging
 
 from pyllama_kvflash.errors import PoolError
-from pyllama_kvflash.policy import Ledger, Plan, Scores, State
+from pyllama_kvflash.policy import Ledger, Plan, Scores
 from pyllama_kvflash.policy import plan as planning
 from pyllama_kvflash.policy.sizing import SPARE_BLOCKS
 
@@ -26,7 +26,7 @@ UNPROTECTED = "protected chunk . is dropped|does not stay|protected chunks {.*} 
 
 def ignore_protection(self: Ledger) -> npt.NDArray[np.bool_]:
     """make_room that takes any resident chunk with a record."""
-    mask: npt.NDArray[np.bool_] = (self._state == State.RESIDENT) & self._stored
+    mask: npt.NDArray[np.bool_] = self._resident & self._stored
     return mask
 
 
@@ -43,12 +43,12 @@ def protect_no_pins(self: Ledger) -> npt.NDArray[np.bool_]:
 
 def ignore_records(self: Ledger) -> npt.NDArray[np.bool_]:
     """make_room that takes chunks whose record was never written."""
-    mask: npt.NDArray[np.bool_] = (self._state == State.RESIDENT) & ~self.protected()
+    mask: npt.NDArray[np.bool_] = self._resident & ~self.protected()
     return mask
 
 
 def drop_forgets_stored(self: Ledger, chunk: int) -> None:
-    self._state[chunk] = State.OUT
+    self._resident[chunk] = False
     self._stored[chunk] = False
 
 
@@ -63,14 +63,6 @@ def count_whole_chunks(self: Ledger, n_tokens: int) -> int:
 
 def count_one_too_many(self: Ledger, n_tokens: int) -> int:
     return n_tokens // self.chunk + 1
-
-
-def abort_leaks_the_block(self: Ledger, chunk: int) -> None:
-    """The block stays set aside for ever."""
-
-
-def abort_is_a_commit(self: Ledger, chunk: int) -> None:
-    self._state[chunk] = State.RESIDENT
 
 
 def rollback_keeps_the_record(self: Ledger, n_tokens: int) -> None:
@@ -143,7 +135,7 @@ def begun_chunk_stays(self: Ledger, n_tokens: int) -> None:
     begun = self.n_tokens % self.chunk > 0
     APPEND(self, n_tokens)
     if begun:
-        self._state[(self.n_tokens - n_tokens) // self.chunk] = State.RESIDENT
+        self._resident[(self.n_tokens - n_tokens) // self.chunk] = True
 
 
 def read_without_records(self: Ledger, n_tokens: int) -> None:
@@ -184,8 +176,6 @@ BROKEN: list[tuple[object, str, Callable[..., object], type[Paging], str]] = [
     (Ledger, "drop", drop_keeps_the_block, Paging, "ledger and pool differ"),
     (Ledger, "new_chunks", count_whole_chunks, Paging, "chunks for . positions"),
     (Ledger, "new_chunks", count_one_too_many, Paging, "chunks for . positions"),
-    (Ledger, "abort_page_in", abort_leaks_the_block, Paging, "ledger and pool differ"),
-    (Ledger, "abort_page_in", abort_is_a_commit, Paging, "ledger and pool differ"),
     (Ledger, "rollback", rollback_keeps_the_record, Paging, "a record of a chunk that is not sealed"),
     (
         Ledger,

@@ -44,7 +44,7 @@ with KVFlash.from_file("model.gguf", n_ctx=65536, pool=2048, policy=scorer) as k
             case Done():
                 stats = event.stats
     rate: float = stats.decode_rate if stats else 0.0
-    n: int = int(kv.residency().state.sum()) + kv.n_tokens
+    n: int = int(kv.residency().resident.sum()) + kv.n_tokens
     kv.pin(0, 64)
     again: Reselect | None = kv.reselect()
     for event in kv.chat([{"role": "user", "content": "Hello"}], max_tokens=4):

@@ -1,4 +1,4 @@
-"""A scoring that runs beside decode, and a plan that is spread over steps: what may happen while they are under way."""
+"""A scoring that runs beside decode: what may happen while it is under way."""
 
 import threading
 import time
@@ -10,26 +10,21 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.changes import ENGINE, SCORING
+from support.changes import SCORING
 from support.cuts import cut_off_at_every_line
 from support.runs import (
     SCORED,
     TOKENS,
-    Decoded,
     Open,
     check_residency,
     feed,
     out,
-    place_by_hand,
-    plain,
     read,
     reselects,
 )
 from support.scorers import Given, Scores, oldest, other_ones, shuffled
 
 from pyllama_kvflash import KVFlash, View
-from pyllama_kvflash.policy import State
-from pyllama_kvflash.pool import flights
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("at_one_token")]
 
@@ -54,22 +49,19 @@ class Held(Given):
         return super().score(view)
 
 
-START = 1296  # where the pool was just chosen; with tau=16, queries are asked for at 1312, scored at 1313, due at 1316, copied from 1317 on
-PHASES = {"asked": 1312, "scored": 1313, "in flight": 1317}
+START = 1296  # where the pool was just chosen; with tau=16, queries are asked for at 1312, scored at 1313, due at 1316
+PHASES = {"asked": 1312, "scored": 1313}
 
 
-def begun(opened: Open, monkeypatch: pytest.MonkeyPatch, phase: str) -> tuple[KVFlash, Held]:
-    """A run in which the queries were just asked for, or a scoring began, or chunks of its plan are on their way in."""
-    monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)  # one chunk a step
+def begun(opened: Open, phase: str) -> tuple[KVFlash, Held]:
+    """A run in which the queries were just asked for, or a scoring began."""
     scorer = Held()
     kv = opened(policy=scorer, tau=16, replay=0)
     assert len(reselects(read(kv, START))) == 1
-    assert reselects(feed(kv, PHASES[phase])) == [] or phase == "in flight"
+    assert reselects(feed(kv, PHASES[phase])) == []
     selector = kv.sequence.selector
     assert selector is not None
     assert (selector._ticket is not None, selector._job is not None) == (phase == "asked", phase == "scored")
-    assert np.count_nonzero(kv.residency().state == State.IN_FLIGHT) == (phase == "in flight")
-    assert (len(kv.pager.flights.saved().page_ins) >= 2) == (phase == "in flight")
     return kv, scorer
 
 
@@ -96,15 +88,13 @@ def test_a_change_while_a_scoring_is_under_way(
 ) -> None:
     """What was scored for another sequence is never applied; what still holds is, and nothing is lost by it."""
     act, ends_it = CHANGES[change]
-    kv, scorer = begun(opened, monkeypatch, phase)
+    kv, scorer = begun(opened, phase)
     act(kv)
-    if change != "unpin":
-        assert not np.any(kv.residency().state == State.IN_FLIGHT)
     kv.check_integrity()
     done, at = kv.stats().reselects, kv.n_tokens
     events = reselects(feed(kv, max(at, 1100) + 50))
     assert kv.stats().reselects == done + len(events)
-    first = at + 20 if ends_it else {"in flight": 1312 + 20}.get(phase, 1316)
+    first = at + 20 if ends_it else 1316
     if at >= 1100:
         assert [e.pos for e in events] == list(range(first, kv.n_tokens + 1, 16))
     for event in events:
@@ -113,30 +103,6 @@ def test_a_change_while_a_scoring_is_under_way(
     for view in scorer.views:
         assert np.array_equal(view.tokens, TOKENS[: len(view.tokens)])
     assert kv.policy == "given"
-
-
-@pytest.mark.parametrize("change", [c for c in CHANGES if c not in {"unpin", "prompt"}])
-def test_what_comes_after_a_change_is_what_comes_once_all_has_landed(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    """A change while chunks are on their way in, and the same change once they are there: the same logits."""
-    act, _ = CHANGES[change]
-    runs = [begun(opened, monkeypatch, "in flight")[0] for _ in range(2)]
-    runs[1].pager.settle()
-    for one in runs:
-        act(one)
-        one.check_integrity()
-    assert out(runs[0]) == out(runs[1])
-    for _ in range(10):
-        logits = []
-        for one in runs:
-            feed(one, one.n_tokens + 1)
-            logits.append(one.logits())
-        if change == "reselect":  # the plan was cut short, so chunks lie in other blocks
-            assert np.abs(logits[0] - logits[1]).max() < 0.02
-        else:
-            assert np.array_equal(*logits)
-    assert out(runs[0]) == out(runs[1])
 
 
 def test_a_prompt_that_is_given_up_is_no_end_of_scoring(opened: Open) -> None:
@@ -156,7 +122,7 @@ def test_a_prompt_that_is_given_up_is_no_end_of_scoring(opened: Open) -> None:
 
 def test_cancel_waits_for_the_scorer(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is taken from under a thread that reads it."""
-    kv, scorer = begun(opened, monkeypatch, "asked")
+    kv, scorer = begun(opened, "asked")
     scorer.go.clear()
     feed(kv, 1313)
     threading.Timer(0.2, scorer.go.set).start()
@@ -168,7 +134,7 @@ def test_cancel_waits_for_the_scorer(opened: Open, monkeypatch: pytest.MonkeyPat
 
 
 def test_close_while_a_scorer_runs(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv, scorer = begun(opened, monkeypatch, "asked")
+    kv, scorer = begun(opened, "asked")
     scorer.go.clear()
     feed(kv, 1313)
     threading.Timer(0.2, scorer.go.set).start()
@@ -178,69 +144,8 @@ def test_close_while_a_scorer_runs(opened: Open, monkeypatch: pytest.MonkeyPatch
     assert [t for t in threading.enumerate() if t.name.startswith("kvflash")] == []
 
 
-#
-# plans that are spread over steps
-#
-
-
-def test_a_spread_plan_reaches_what_one_that_is_applied_at_once_does(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step by step one chunk more, with a block free at every one, and at the end the same chunks."""
-    runs = []
-    for flight in (1, 1 << 40):
-        monkeypatch.setattr(flights, "FLIGHT_BYTES", flight)
-        kv = opened(policy=Given(other_ones), tau=64, replay=0)
-        read(kv, 1312)
-        feed(kv, 1391)
-        before = kv.residency().state
-        (event,) = reselects(feed(kv, 1392))
-        assert len(event.page_ins) >= 4
-        n_in, n_out = kv.stats().pages_in, kv.stats().pages_out
-        states = [kv.residency().state]
-        while kv.n_tokens < 1408:  # no chunk begins before
-            feed(kv, kv.n_tokens + 1)
-            assert kv.pager.ledger.n_free >= 1
-            states.append(kv.residency().state)
-        runs.append((plain(event), before.tolist(), states[-1].tolist()))
-        brought = [np.count_nonzero(s[list(event.page_ins)] == State.RESIDENT) for s in states]
-        flying = [np.count_nonzero(s == State.IN_FLIGHT) for s in states]
-        n = len(event.page_ins)
-        if flight == 1:
-            assert brought[: n + 2] == [0, *range(n + 1)]  # each beside a step of its own
-            assert flying[: n + 2] == [0, *[1] * n, 0]
-        else:
-            assert (brought[:3], flying[:3]) == ([0, 0, n], [0, n, 0])
-        assert kv.stats().pages_in - n_in == n
-        assert kv.stats().pages_out - n_out <= len(event.drops)
-        check_residency(kv)
-    assert runs[0] == runs[1]
-
-
-def same_by_hand(kv: KVFlash, control: KVFlash, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    """The next n tokens have, to the bit, the logits of a run whose pool is made what it was at every step by hand."""
-    with monkeypatch.context() as patch:
-        seen = Decoded(kv, patch)
-        for _ in range(n):
-            pos = kv.n_tokens
-            feed(kv, pos + 1)
-            want = seen.blocks[-1]
-            place_by_hand(control, want)
-            control.ctx.decode(TOKENS[pos : pos + 1], pos, 1)
-            assert np.array_equal(kv.logits(), control.ctx.logits()), pos
-
-
-def test_a_chunk_on_its_way_in_is_seen_from_the_next_step_on(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly: each step attends to what was resident when it was submitted, and to nothing else."""
-    (kv, _), (control, _) = begun(opened, monkeypatch, "in flight"), begun(opened, monkeypatch, "in flight")
-    control.pager.settle()
-    same_by_hand(kv, control, monkeypatch, 10)
-    check_residency(kv)
-
-
 def test_cut_off_at_every_line_between_two_scorings(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C anywhere from one plan to the next: nothing is lost, and chunks are scored as before."""
-    monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)
 
     def fresh() -> KVFlash:
         kv = opened(policy=shuffled(0), tau=4, n_ctx=1 << 17, pool=256, chunk=16, n_batch=16, n_threads=1)
@@ -258,20 +163,3 @@ def test_cut_off_at_every_line_between_two_scorings(opened: Open, monkeypatch: p
     kv, places = cut_off_at_every_line(fresh, lambda kv: feed(kv, kv.n_tokens + 8), check, files=moves_and_scores)
     assert len(places) >= 100, "nothing was cut off"
     assert kv.pager.summaries is None
-
-
-@pytest.mark.nightly(ENGINE)
-def test_a_spread_plan_leaves_a_block_for_the_chunk_that_begins(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes, with chunks that begin and are pinned meanwhile."""
-    monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)
-    rng = np.random.default_rng(1)
-    kv = opened(policy=shuffled(5), tau=64, swaps=1 << 20, pool=512, chunk=16, n_batch=16)
-    feed(kv, 1600, 16)
-    n_flying = 0
-    while kv.n_tokens < 6000:
-        feed(kv, kv.n_tokens + 1, int(rng.integers(1, 5)))
-        size = int(rng.choice([1, 1, 7, 16]))
-        feed(kv, kv.n_tokens + size, size)
-        n_flying += bool(kv.pager.ledger.n_in_flight)
-    assert n_flying > 300
-    check_residency(kv, 16)

@@ -18,7 +18,6 @@ from support.scorers import Given, Scores, oldest, other_ones, shuffled
 from pyllama_kvflash import View
 from pyllama_kvflash.engine.decoder import asking_parts
 from pyllama_kvflash.options import Spec
-from pyllama_kvflash.policy import State
 
 pytestmark = pytest.mark.native
 
@@ -155,10 +154,9 @@ def test_a_reselect_tells_what_it_did(opened: Open) -> None:
         events += now
         for event in now:
             where = kv.residency()
-            assert np.all(where.state[list(event.drops)] == State.OUT)
-            assert np.all(where.state[list(event.page_ins)] == State.OUT)  # copied beside the next step
+            assert np.all(~where.resident[list(event.drops)])
+            assert np.all(where.resident[list(event.page_ins)])
             kv.check_integrity()
-            assert np.all(kv.residency().state[list(event.page_ins)] == State.RESIDENT)
     assert len(events) == 12
     for event in events:
         n = len(event.scores)
@@ -173,8 +171,8 @@ def test_a_reselect_tells_what_it_did(opened: Open) -> None:
     where = kv.residency()
     rated = [i for i, s in enumerate(last.scores) if s is not None]
     assert [last.scores[i] for i in rated] == where.score[rated].tolist()
-    resident = [i for i in rated if where.state[i] == State.RESIDENT]
-    gone = [i for i in rated if where.state[i] == State.OUT]
+    resident = [i for i in rated if where.resident[i]]
+    gone = [i for i in rated if ~where.resident[i]]
     assert min(where.score[resident]) >= max(where.score[gone])
     assert len(resident) >= 9  # 16 blocks: sink, tail of 4, one free, and one that could be free
     assert len(resident) + len(gone) == len(rated), "by hand, all of it is done at once"
@@ -253,7 +251,7 @@ def test_reselect_by_hand(opened: Open) -> None:
     first = kv.reselect()
     assert first is not None
     assert hottest in first.page_ins
-    assert np.all(kv.residency().state[list(first.page_ins)] == State.RESIDENT), "at once"
+    assert np.all(kv.residency().resident[list(first.page_ins)]), "at once"
     again = kv.reselect()
     assert again is not None
     assert again.scores == first.scores

@@ -35,7 +35,6 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Done, Token
 from pyllama_kvflash.native import Model, Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.policy import State
 
 pytestmark = [pytest.mark.native, pytest.mark.nightly(BENCHES)]
 
@@ -225,20 +224,20 @@ def test_control_reads_as_the_pool_and_answers_with_all(policy: str, ids: Any) -
     full, _ = read("full", prompt, 0)
     with kv, pooled, full:
         assert kv.n_batch == pooled.n_batch
-        assert np.array_equal(kv.residency().state, pooled.residency().state)
+        assert np.array_equal(kv.residency().resident, pooled.residency().resident)
         last = kv.logits()
         assert np.array_equal(last, pooled.logits()), "it was read as through a pool of that size"
         assert not np.array_equal(last, full.logits())
         records = [bytes(kv.pager.records.get(c)) for c in range(len(prompt) // 64)]
 
         before_answer(kv, control)
-        assert np.all(kv.residency().state == State.RESIDENT)
+        assert np.all(kv.residency().resident)
         assert kv.tokens.tolist() == list(prompt)
         assert not np.array_equal(kv.logits(), last), "its last tokens were read again, with all of it"
-        n_out = kv.pager.flights.n_out
+        n_out = kv.pager.moves.n_out
         said, pool_said = steps(kv, rest), steps(pooled, rest)
-        assert np.all(kv.residency().state == State.RESIDENT), "and all stays"
-        assert kv.pager.flights.n_out == n_out
+        assert np.all(kv.residency().resident), "and all stays"
+        assert kv.pager.moves.n_out == n_out
         kv.check_integrity()
         n_kept = (len(prompt) - kv.options.replay) // 64
         assert records[:n_kept] == [bytes(kv.pager.records.get(c)) for c in range(n_kept)], (
@@ -284,7 +283,7 @@ def test_control_of_a_state_that_cannot_go_back(tiny_path: Callable[[str], Path]
         last = kv.logits()
         before_answer(kv, control)
         assert np.array_equal(kv.logits(), last)
-        assert np.all(kv.residency().state == State.RESIDENT)
+        assert np.all(kv.residency().resident)
         assert kv.tokens.tolist() == prompt.tolist()
         kv.decode(prompt[:1])
         kv.check_integrity()
@@ -293,14 +292,14 @@ def test_control_of_a_state_that_cannot_go_back(tiny_path: Callable[[str], Path]
 def test_control_is_confined_again_for_the_next_text(ids: Any) -> None:
     kv, control = read("lru/answer=full", ids, 768)
     with kv:
-        first, state = kv.logits(), kv.residency().state
+        first, resident = kv.logits(), kv.residency().resident
         before_answer(kv, control)
         assert kv.n_batch == 64
         before_prompt(kv, control, 768)
         list(kv.prefill(ids))
         assert np.array_equal(kv.logits(), first)
-        assert np.array_equal(kv.residency().state, state)
-        assert np.count_nonzero(state == State.RESIDENT) <= 768 // 64
+        assert np.array_equal(kv.residency().resident, resident)
+        assert np.count_nonzero(resident) <= 768 // 64
 
 
 def test_control_has_the_pool_that_would_be_made() -> None:

@@ -132,7 +132,7 @@ def test_a_second_question_is_as_a_first_one(opened: Open, name: str, pool: Any)
     if kv.n_pool:
         for chunk in range(len(prompt) // CHUNK):
             assert np.array_equal(kv.pager.records.get(chunk), cold.pager.records.get(chunk))
-        assert np.array_equal(kv.residency().state, cold.residency().state)
+        assert np.array_equal(kv.residency().resident, cold.residency().resident)
 
 
 #

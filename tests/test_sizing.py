@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import CHECK
 
-from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, State, auto_pool, bring_in, make_room
+from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, auto_pool, bring_in, make_room
 from pyllama_kvflash.policy import resolve_pool as resolve
 from pyllama_kvflash.policy.sizing import (
     AUTO_CAP,
@@ -75,8 +75,7 @@ def page_in(ledger: Ledger, chunk: int, rng: np.random.Generator) -> None:
     for c in plan.drops:
         ledger.drop(c)
     for c in plan.page_ins:
-        ledger.begin_page_in(c)
-        ledger.commit_page_in(c)
+        ledger.page_in(c)
 
 
 @given(data=st.data(), tight=st.booleans(), seed=st.integers(0, 100))
@@ -101,7 +100,7 @@ def test_floor_is_enough_for_any_batches(data: st.DataObject, *, tight: bool, se
         write(ledger, min(n_batch, start - ledger.n_tokens), rng, n_batch)
     for n in data.draw(st.lists(st.integers(1, n_batch), min_size=1, max_size=20)):
         write(ledger, n, rng, n_batch)
-        out = np.flatnonzero(ledger.state == State.OUT)
+        out = np.flatnonzero(~ledger.resident)
         if len(out):
             page_in(ledger, int(rng.choice(out)), rng)
         if rng.random() < 0.2:  # from another position
@@ -110,7 +109,7 @@ def test_floor_is_enough_for_any_batches(data: st.DataObject, *, tight: bool, se
                 page_in(ledger, keep // chunk, rng)
             ledger.rollback(keep)
         ledger.check_integrity()
-    assert all(ledger.state_of(c) == State.RESIDENT for c in pins if c < ledger.n_chunks)
+    assert all(ledger.holds(c) for c in pins if c < ledger.n_chunks)
 
 
 @given(chunk=chunks, n_sinks=counts, n_tail=st.integers(1, 5), n_pins=counts, n_more=st.integers(0, 4000))

@@ -40,8 +40,8 @@ from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.native import Context
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.options import Spec
-from pyllama_kvflash.policy import Schedule, State
-from pyllama_kvflash.pool import checkpoints, flights
+from pyllama_kvflash.policy import Schedule
+from pyllama_kvflash.pool import checkpoints
 
 pytestmark = pytest.mark.native
 
@@ -95,10 +95,9 @@ def is_daily(case: Case) -> bool:
 def test_what_follows_is_what_would_have_followed(
     opened: Open, other: Other, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved after a prompt, after an answer, and in the middle of one, where a plan of a scorer is spread over steps: in
-    the same process, and in another.
+    """Saved after a prompt, after an answer, and in the middle of one, where a scoring is under way: in the same process, and in
+    another.
     """
-    monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)  # one chunk a step
     monkeypatch.setattr(Context, "pinned", property(lambda _self: case.beside))
     kv = opened(case.name, **case.options)
     paths, runs = [], []
@@ -119,14 +118,14 @@ def test_what_follows_is_what_would_have_followed(
     compare()
     middle = kv.generate(MORE[200:270], max_tokens=300, sampling=GREEDY, append=True)
     n = 0
-    while n < 20 or (case.beside and not (kv.pager.flights.saved().landing and kv.pager.flights.saved().page_ins)):
+    selector = kv.sequence.selector
+    while n < 20 or (case.beside and selector and selector._job is None):
         n += isinstance(next(middle), Token)
     compare()
     middle.close()
 
     for run in runs:
-        assert np.count_nonzero(run["state"] == State.OUT) >= 3
-    assert (runs[2]["landing"].size > 0) == (runs[2]["page-ins"].size > 0) == case.beside
+        assert np.count_nonzero(~run["resident"]) >= 3
     assert [run["numbers"][3] >= 0 for run in runs] == [False, True, True]  # a token that is not decoded yet
     for got, want in zip(other.goes_on(kv.model.path, case, paths, tmp_path / "new.npz"), runs, strict=True):
         assert_same(got, want)
@@ -150,11 +149,8 @@ def test_what_follows_is_what_would_have_followed(
 def test_an_answer_goes_on_as_if_it_had_not_been_broken_off(
     opened: Open, snap: Path, how: tuple[str, str, bool], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any token: before a scoring, when its queries are being copied, while it is under way, and while its plan is. Where it is
-    all at one token, as on a CPU, there is nothing under way between two of them, but some tokens are decoded twice.
-    """
+    """At any token: before a scoring, when its queries are being copied, and while it is under way. Where it is all at one token, as on a CPU, there is nothing under way between two of them, but some tokens are decoded twice."""
     name, policy, beside = how
-    monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)  # one chunk a step
     monkeypatch.setattr(Context, "pinned", property(lambda _self: beside))
     monkeypatch.setattr(Schedule, "_behind", lambda _self: 4)  # as if to score took three tokens
 
@@ -173,7 +169,6 @@ def test_an_answer_goes_on_as_if_it_had_not_been_broken_off(
     while len(got) < len(want):
         if selector := kv.sequence.selector:
             phases |= {"asked"} if selector._ticket is not None else {"scoring"} if selector._job else set()
-        phases |= {"moving"} if kv.pager.flights.in_motion else set()
         if where != "unsaved":
             kv.save(snap)
             if where == "elsewhere":
@@ -184,31 +179,28 @@ def test_an_answer_goes_on_as_if_it_had_not_been_broken_off(
     assert got == want
     assert_same(seen(kv), end)
     if policy != "lru" and where != "elsewhere":
-        assert phases == ({"asked", "scoring", "moving"} if beside else set())
+        assert phases == ({"asked", "scoring"} if beside else set())
 
 
 @pytest.mark.usefixtures("wordless")
-@pytest.mark.parametrize("under_way", [16, 17, 20], ids=["asked", "scoring", "moving"])
+@pytest.mark.parametrize("under_way", [16, 17], ids=["asked", "scoring"])
 def test_what_was_under_way_on_a_gpu_goes_on_without_one(
     opened: Open, snap: Path, under_way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scoring that was begun beside decode, or a plan that is spread over steps, restored where there is no such thing; and back."""
-    monkeypatch.setattr(flights, "FLIGHT_BYTES", 1)  # one chunk a step
+    """A scoring that was begun beside decode, restored where there is no such thing; and back."""
     monkeypatch.setattr(Context, "pinned", property(lambda _self: True))
     monkeypatch.setattr(Schedule, "_behind", lambda _self: 4)  # as if to score took three tokens
     kv = opened(policy="qk-cos")
     answer(read(kv, 1500), MORE[:70], 1 + under_way)
-    assert (kv.sequence.selector._ticket is not None, kv.sequence.selector._job is not None, bool(kv.pager.flights.in_motion)) == (
-        under_way == 16, under_way == 17, under_way == 20
-    )  # fmt: skip
+    selector = kv.sequence.selector
+    assert (selector._ticket is not None, selector._job is not None) == (under_way == 16, under_way == 17)
     kv.save(snap)
     monkeypatch.setattr(Context, "pinned", property(lambda _self: False))
     new = opened(policy="qk-cos")
     new.restore(snap)
     events = list(new.generate([], max_tokens=40, sampling=GREEDY, append=True))
     positions = [event.pos - 1570 for event in events if isinstance(event, Reselect)]
-    assert positions == [*([under_way + 1] if under_way < 20 else []), 32, 48]  # there, all of it is within a token
-    assert not new.pager.flights.in_motion
+    assert positions == [under_way + 1, 32, 48]  # there, all of it is within a token
     new.check_integrity()
     new.save(snap)
     kv.restore(snap)
@@ -353,7 +345,7 @@ def test_another_pool_has_the_hottest(opened: Open, snap: Path, name: str, pool:
     kv.save(snap)
     assert new.restore(snap) == 2000
     after, heat = new.residency(), new.pager.ledger.heat()
-    there = after.state == State.RESIDENT
+    there = after.resident
     assert there.sum() in {pool // 64 - 1, pool // 64}
     assert there[after.protected].all()
     assert heat[there & ~after.protected].min() >= heat[~there].max()

@@ -19,7 +19,6 @@ from support.snapshots import GREEDY, MORE, TOKENS, Odd, answer, assert_same, go
 from pyllama_kvflash import KVFlash, Warn
 from pyllama_kvflash.errors import HostMemoryError, SnapshotError
 from pyllama_kvflash.needle import BUNDLED_MODEL
-from pyllama_kvflash.policy import State
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.snapshot.file import SnapshotFile
 
@@ -219,7 +218,7 @@ def test_a_cached_text_is_changed_in_use(
     assert cache.restore(kv, text) == 2000
     changed = first if which == "records of its source" else last
     change(changed)
-    chunk = next(c for c in range(0 if changed == first else 20, 31) if kv.residency().state[c] == State.OUT)
+    chunk = next(c for c in range(0 if changed == first else 20, 31) if ~kv.residency().resident[c])
     with pytest.raises(SnapshotError, match=f"{changed} is not a whole snapshot: the record of chunk {chunk} was"):
         kv.page_in(chunk)
     assert [entry.path for entry in cache.entries()] == ([] if changed == first else [first])

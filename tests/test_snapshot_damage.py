@@ -16,7 +16,6 @@ from support.snapshots import GREEDY, MORE, TOKENS, Odd, answer, assert_same, go
 from pyllama_kvflash import Done, KVFlash, Reselect, Warn
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.policy import State
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import record_place
 
@@ -89,7 +88,7 @@ def test_a_pool_that_has_no_room(opened: Open, saved: Path) -> None:
     first.check_integrity()
     second.check_integrity()
     assert first.n_tokens == 300
-    assert second.residency().state[[0, 28, 29, 30, 31]].min() == State.RESIDENT
+    assert second.residency().resident[[0, 28, 29, 30, 31]].all()
 
 
 def test_pins_that_a_smaller_pool_has_no_room_for(opened: Open, snap: Path) -> None:
@@ -147,15 +146,15 @@ def damaged(path: Path, chunk: int, to: Path) -> SnapshotFile:
     return SnapshotFile(to)
 
 
-def chunk_that_is(file: Path, state: State) -> int:
-    """In the middle of those of that state."""
-    chunks = np.flatnonzero(SnapshotFile(file).contents.chunks["state"] == state)
+def resident_chunk(file: Path) -> int:
+    """In the middle of those in the pool."""
+    chunks = np.flatnonzero(SnapshotFile(file).contents.chunks["resident"])
     return int(chunks[len(chunks) // 2])
 
 
 @pytest.mark.parametrize("policy", ["qk", "lru"])
 def test_a_damaged_record_that_comes_back_at_once(opened: Open, saved: Path, snap: Path, policy: str) -> None:
-    chunk = chunk_that_is(saved, State.RESIDENT)
+    chunk = resident_chunk(saved)
     kv = opened(policy=policy)
     with pytest.raises(SnapshotError, match=f"not a whole snapshot: the record of chunk {chunk} was changed"):
         kv.restore(damaged(saved, chunk, snap))
@@ -164,7 +163,7 @@ def test_a_damaged_record_that_comes_back_at_once(opened: Open, saved: Path, sna
 
 def first_out(file: Path) -> int:
     """The first chunk that is out."""
-    return int(np.flatnonzero(SnapshotFile(file).contents.chunks["state"] == State.OUT)[0])
+    return int(np.flatnonzero(~SnapshotFile(file).contents.chunks["resident"])[0])
 
 
 @pytest.mark.usefixtures("wordless")
@@ -210,7 +209,7 @@ def test_a_damaged_record_is_found_in_the_middle_of_an_answer(opened: Open, save
         return list(kv.generate(MORE[:100], max_tokens=80, sampling=GREEDY, append=True))
 
     kv.restore(saved)
-    never_in = kv.residency().state == State.OUT
+    never_in = ~kv.residency().resident
     want = run()
     at = next(i for i, e in enumerate(want) if isinstance(e, Reselect) and e.reason == "decode")
     for event in want[:at]:

@@ -21,7 +21,6 @@ from support.snapshots import FRESH, MORE, TOKENS, answer, assert_same, go_on, r
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import AllocationError, SnapshotError
 from pyllama_kvflash.native.guests import Guests
-from pyllama_kvflash.policy import State
 from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.pool.guests import GuestRoom
 from pyllama_kvflash.pool.host_store import HostStore
@@ -186,9 +185,9 @@ def test_another_pool(opened: Open, saved: Path, options: dict[str, Any]) -> Non
     one = kv.sequences[-1]
     assert one.restore(saved) == N
     ledger = one.pager.ledger
-    np.testing.assert_array_equal(one.residency().state == State.RESIDENT, ledger.protected())
+    np.testing.assert_array_equal(one.residency().resident, ledger.protected())
     blocks, units = room(one).native.tables()
-    assert one.pager.flights.n_in == ledger.n_resident, "nothing came in to leave at once"
+    assert one.pager.moves.n_in == ledger.n_resident, "nothing came in to leave at once"
     assert len(blocks) == ledger.n_guests == ledger.n_share - ledger.n_resident > 0
     assert (units == -1).all()
     assert codes(one) == [part.tobytes() for part in codes_of(SnapshotFile(saved))]
@@ -226,7 +225,7 @@ def test_a_file_with_guests_and_another_policy(opened: Open, saved: Path, snap: 
     """Without codes, they are ignored, and so is what became of the codes; the most recent chunks have their blocks."""
     kv = opened(policy=policy, coarse="off", **EXACT)
     assert kv.restore(damage(saved, "codes", snap)) == N
-    assert kv.residency().state.tolist() == [State.RESIDENT] + [State.OUT] * 9 + [State.RESIDENT] * 14
+    assert kv.residency().resident.tolist() == [True] + [False] * 9 + [True] * 14
     assert len(answer(kv, MORE[:70])) == 40
     kv.check_integrity()
 

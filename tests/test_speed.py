@@ -266,7 +266,7 @@ def test_without_write_back_all_is_the_same_but_the_records(shape_path: Callable
             records = [kv.pager.records.get(c).copy() for c in range(1500 // 64)]
             assert all(not r.any() for r in records) == lossy
             assert all(r.any() for r in records) != lossy
-            seen.append((kv.n_tokens, kv.logits(), kv.residency().state, kv.host_bytes))
+            seen.append((kv.n_tokens, kv.logits(), kv.residency().resident, kv.host_bytes))
     for one, other in zip(*seen, strict=True):
         assert np.array_equal(one, other)
 

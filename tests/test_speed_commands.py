@@ -25,7 +25,7 @@ from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import Interrupted, NativeError
 from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Model, PoolParams
-from pyllama_kvflash.policy import State, View
+from pyllama_kvflash.policy import View
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("one_gpu")]
 
@@ -89,8 +89,8 @@ def view(touched: list[int], room: int, outsiders: int = 1) -> View:
 
 def test_swap_wants_what_was_out_longest_and_keeps_what_came_last() -> None:
     swap = Swap(2)
-    states = np.array([State.RESIDENT] * 4 + [State.OUT] * 4 + [State.RESIDENT], np.int8)
-    swap.state = lambda: states
+    there = np.array([True] * 4 + [False] * 4 + [True])
+    swap.resident = lambda: there
     scores = swap.score(view([0, 5, 9, 7, 1, 4, 3, 2, 8], room=4))
     assert scores.tolist() == [0, 0, 1, 0, 2, 0, 0, 2, 1]
     assert not swap.score(view([0, 5, 9, 7, 1, 4, 3, 2, 8], room=0)).any()
@@ -103,7 +103,7 @@ def test_swap_moves_just_so_many_chunks_each_time(shape_path: Callable[[str], Pa
     plan = Paging(1024, 1, 3, 16, 160, ENGINE)
     swap = Swap(3)
     with KVFlash.from_file(shape_path("tiny"), **plan.engine(swap)) as kv:
-        swap.state = lambda: kv.pager.ledger.state
+        swap.resident = lambda: kv.pager.ledger.resident
         for _ in kv.prefill(random_tokens(2048)):
             pass
         events = [e for i in range(160) for e in kv.decode([i]) if isinstance(e, Reselect)]

@@ -17,7 +17,6 @@ from support.models import NAMES
 from support.oracles import CACHES, Run
 from support.transfers import CHUNK, POOL
 
-from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.native import Model
 
 pytestmark = pytest.mark.native
@@ -39,16 +38,14 @@ def test_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model: Model, c
 
 
 @pytest.mark.parametrize("cache", TYPES)
-def test_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model: Model, cache: str) -> None:
-    """Landing beside a decode that must not see it, then committed without a wait."""
-    transfers.check_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
+def test_a_chunk_is_seen_from_the_next_batch_on(model: Model, cache: str) -> None:
+    """Paged in without a wait, against a run that waits."""
+    transfers.check_a_chunk_is_seen_from_the_next_batch_on(model, cache)
 
 
 @pytest.mark.parametrize("cache", TYPES)
-def test_a_chunk_lands_beside_the_batch_that_does_not_use_its_block(model: Model, cache: str) -> None:
-    """Begun while a batch is computed, into blocks that it uses (dropped since) and others (dropped before): no batch sees
-    what it must not, and none is disturbed by what it does not see.
-    """
+def test_chunks_are_exchanged_while_a_batch_is_computed(model: Model, cache: str) -> None:
+    """Into blocks that the batch uses (dropped since) and others (dropped before): no batch sees what it must not."""
     with Run(model, CACHES[cache], pool=POOL) as quick, Run(model, CACHES[cache], pool=POOL) as slow:
         for run in (quick, slow):
             run.feed(700)
@@ -65,15 +62,14 @@ def test_a_chunk_lands_beside_the_batch_that_does_not_use_its_block(model: Model
             for size in (32, 1):
                 half = len(come) // 2
                 quick.decode(size)
-                blocks = {c: quick.ctx.begin_page_in(c, place[c]) for c in come[:half]}
+                blocks = {c: quick.ctx.page_in(c, place[c]) for c in come[:half]}
                 for c in go:
                     quick.ctx.drop(c)
-                blocks |= {c: quick.ctx.begin_page_in(c, place[c]) for c in come[half:]}
+                blocks |= {c: quick.ctx.page_in(c, place[c]) for c in come[half:]}
                 np.testing.assert_array_equal(quick.ctx.logits(), slow.feed(size)[-1])
                 for c in go:
                     slow.ctx.drop(c)
                 for c in come:
-                    quick.ctx.commit(c)
                     slow.ctx.page_in(c, records[c], blocks[c])
                 come, go = go, come
             np.testing.assert_array_equal(quick.feed(1), slow.feed(1))
@@ -98,12 +94,11 @@ def test_blocks_go_round_without_a_wait(tiny_model: Callable[[str], Model]) -> N
             out.append(c)
             if len(out) > 4:
                 back = out.pop(0)
-                run.ctx.begin_page_in(back, place[back])
+                run.ctx.page_in(back, place[back])
                 if rng.random() < 0.5:
                     run.decode(1)
                     run.ctx.attn_seq_rm(run.pos - 1, run.pos)
                     run.pos -= 1
-                run.ctx.commit(back)
         for c in out:
             run.ctx.page_in(c, place[c])
         for c, record in want.items():
@@ -114,26 +109,3 @@ def test_blocks_go_round_without_a_wait(tiny_model: Callable[[str], Model]) -> N
 def test_queries_are_those_of_the_token_before_the_next(model: Model) -> None:
     """A tap that is read while the next token is computed."""
     transfers.check_queries_are_those_of_the_token_before_the_next(model)
-
-
-def test_what_is_on_its_way_in_holds_its_block(tiny_model: Callable[[str], Model]) -> None:
-    """No decode and no other chunk takes it; cancelled, it is free."""
-    with Run(tiny_model("qwen3"), pool=POOL) as run:
-        run.feed(POOL)
-        records = run.out([1, 2, 3])
-        block = run.ctx.begin_page_in(1, records[1])
-        with pytest.raises(PoolError, match=f"block {block} is not free"):
-            run.ctx.begin_page_in(2, records[2], block)
-        with pytest.raises(PoolError, match="already on its way in"):
-            run.ctx.begin_page_in(1, records[1])
-        with pytest.raises(PoolError, match="not on its way in"):
-            run.ctx.commit(2)
-        with pytest.raises(PoolError, match="not resident"):
-            run.ctx.drop(1)
-        run.decode(2 * CHUNK)  # two free blocks
-        with pytest.raises(PoolError, match="no room"):
-            run.decode(CHUNK)
-        run.ctx.cancel(1)
-        run.decode(CHUNK)
-        run.ctx.clear()
-        assert run.ctx.pool_info().n_block_free == POOL // CHUNK

@@ -20,7 +20,7 @@ from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.loading.load import load
 from pyllama_kvflash.native import NONE, Context, devices
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Scores, State, View
+from pyllama_kvflash.policy import Scores, View
 from pyllama_kvflash.policy.sizing import CELLS
 from pyllama_kvflash.pool.host_memory import HostMemory, Record
 
@@ -41,13 +41,13 @@ class Swap:
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.state: Callable[[], npt.NDArray[np.int8]] = lambda: np.zeros(0, np.int8)
+        self.resident: Callable[[], npt.NDArray[np.bool_]] = lambda: np.zeros(0, np.bool_)
 
     def score(self, view: View) -> Scores:
         """Return 2 for the chunks that are to come, and 1 for as many of the latest resident ones as fit beside
         them.
         """
-        resident = self.state()[: len(view.candidates)] == State.RESIDENT
+        resident = self.resident()[: len(view.candidates)]
         by_age = np.argsort(view.touched, kind="stable")
         outside = [c for c in by_age if view.candidates[c] and not resident[c]]
         inside = [c for c in by_age if view.candidates[c] and resident[c]]
@@ -271,11 +271,9 @@ def _round_trip(ctx: Context, chunks: Sequence[int], records: Sequence[Record]) 
         ctx.drop(chunk)
     begin = time.perf_counter()
     for chunk, record in zip(chunks, records, strict=False):
-        ctx.begin_page_in(chunk, record)
+        ctx.page_in(chunk, record)
     ctx.wait()
     in_s = time.perf_counter() - begin
-    for chunk in chunks:
-        ctx.commit(chunk)
     return out_s, in_s
 
 
@@ -290,7 +288,7 @@ def _stream(
     """Decode after twice as many tokens as the pool holds. n_swap 0: use lru."""
     swap = Swap(n_swap)
     with KVFlash.from_file(path, **paging.engine(swap if n_swap else "lru")) as kv:
-        swap.state = lambda: kv.pager.ledger.state
+        swap.resident = lambda: kv.pager.ledger.resident
         tokens = np.random.default_rng(0).integers(0, kv.model.n_vocab, 2 * paging.n_pool, dtype=np.int32)
         for event in kv.prefill(tokens):
             if isinstance(event, Prefill):

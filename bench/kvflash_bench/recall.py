@@ -13,7 +13,7 @@ from pyllama_kvflash.cli.needles import ask, positions
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.events import Prefill, Warn
 from pyllama_kvflash.needle import NeedlePrompt
-from pyllama_kvflash.policy import Qk, Scorer, Scores, State, View
+from pyllama_kvflash.policy import Qk, Scorer, Scores, View
 
 BLAMES = ("replay", "summary", "query", "scorer", "prefill")
 
@@ -115,7 +115,7 @@ def _chunks(kv: KVFlash, span: tuple[int, int]) -> set[int]:
 def _is_resident(kv: KVFlash, span: tuple[int, int]) -> bool:
     if kv.n_pool is None:
         return True
-    return bool(np.all(kv.residency().state[list(_chunks(kv, span))] == State.RESIDENT))
+    return bool(np.all(kv.residency().resident[list(_chunks(kv, span))]))
 
 
 def _blame(kv: KVFlash, question: str, answer: str, span: tuple[int, int], end: int) -> str:

@@ -307,8 +307,6 @@ class Generation:
         n_most, selector, pager = self.answer.left(sequence.n_tokens) + 1, sequence.selector, sequence.pager
         if pager:
             width = pager.fitting(width)
-            if pager.flights.in_motion:
-                return width, 1
             n_most = min(n_most, selector.n_steady) if selector else n_most
         return width, min(n_most, width)
 

@@ -310,14 +310,13 @@ class Context(PartialState):
         return res
 
     def blocks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return two arrays (n_block,) int32: the chunk of this sequence in each block (-1: none), and the cells in use there
-        (-1: a chunk is in flight).
+        """Return two arrays (n_block,) int32: the chunk of this sequence in each block (-1: none), and the cells in use
+        there.
         """
         n = self.pool_info().n_block
         chunks, n_used, seqs = (np.empty(n, np.int32) for _ in range(3))
         out = [ffi.from_buffer("int32_t[]", a) for a in (chunks, n_used, seqs)]
         check(lib.kvf_blocks(self.handle, *out, n))
-        n_used[(chunks < 0) & (seqs == self.seq)] = -1
         chunks[seqs != self.seq] = -1
         n_used[seqs != self.seq] = 0
         return chunks, n_used
@@ -328,7 +327,7 @@ class Context(PartialState):
         check(lib.kvf_block_of(self.handle, self.seq, chunk, out))
         return int(out[0])
 
-    # Copies overlap the computation if the device can do that. begin_read() and begin_page_in() return at once; the record
+    # Copies overlap the computation if the device can do that. begin_read() and page_in() return at once; the record
     # must not change until wait() has returned. A caller that only decodes and moves chunks need not wait.
 
     def begin_read(self, chunk: int, record: Record) -> int:
@@ -350,29 +349,14 @@ class Context(PartialState):
         """Free the block of a resident chunk. The caller has its record, or has begun to read it."""
         check(lib.kvf_drop(self.handle, self.seq, chunk))
 
-    def begin_page_in(self, chunk: int, record: Record, block: int = -1) -> int:
-        """Begin to copy a record into a free block (-1: the first), which stays masked until commit(). Returns the block.
+    def page_in(self, chunk: int, record: Record, block: int = -1) -> int:
+        """Copy a record into a free block (-1: the first). The next decode sees it, and waits for the copy. Returns the block.
 
         Raises RecordError and PoolError.
         """
         inout = ffi.new("int32_t *", block)
         check(lib.kvf_page_in(self.handle, self.seq, chunk, ffi.from_buffer(record), len(record), inout))
         return int(inout[0])
-
-    def commit(self, chunk: int) -> None:
-        """Make a chunk in flight resident. The next decode waits for its copy."""
-        check(lib.kvf_commit(self.handle, self.seq, chunk))
-
-    def cancel(self, chunk: int) -> None:
-        """Give up a chunk in flight, and free its block."""
-        check(lib.kvf_cancel(self.handle, self.seq, chunk))
-
-    def page_in(self, chunk: int, record: Record, block: int = -1) -> int:
-        """Copy a record into a free block (-1: the first), wait for it, and return the block. Raises RecordError and PoolError."""
-        res = self.begin_page_in(chunk, record, block)
-        self.commit(chunk)
-        self.wait()
-        return res
 
     def host_buffer(self, size: int) -> Record:
         """Return host memory, (size,) uint8, for fast copies to and from a device: pinned, if that matters. Raises MemoryError."""

@@ -68,7 +68,6 @@ class PaneInfo:
 class PoolInfo:
     """The current state of the pool.
 
-    n_landing: blocks with a chunk in flight.
     n_kv: cells that the attention reads for each token.
     n_copy: copies to move a chunk.
     record_bytes: bytes of a chunk's record; the first meta_bytes hold no K or V rows.
@@ -78,7 +77,6 @@ class PoolInfo:
     n_chunk: int
     n_block: int
     n_block_free: int
-    n_landing: int
     n_kv: int
     n_layer: int
     n_copy: int

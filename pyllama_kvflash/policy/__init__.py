@@ -1,6 +1,6 @@
 """Residency decisions in pure Python and numpy, without native code, files or a clock. It runs without a compiler."""
 
-from pyllama_kvflash.policy.ledger import Blocks, Ledger, LedgerError, Scores, State
+from pyllama_kvflash.policy.ledger import Blocks, Ledger, LedgerError, Scores
 from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect, room_for_candidates
 from pyllama_kvflash.policy.schedule import Schedule, Scoring
 from pyllama_kvflash.policy.scorers import (
@@ -39,7 +39,6 @@ __all__ = [
     "Scorer",
     "Scores",
     "Scoring",
-    "State",
     "View",
     "ZMax",
     "auto_pool",

@@ -1,7 +1,5 @@
 """The ledger: where every chunk of a sequence is."""
 
-from enum import IntEnum
-
 import numpy as np
 import numpy.typing as npt
 
@@ -13,18 +11,7 @@ class LedgerError(AssertionError):
     """A step that violates the ledger's rules: always a bug in the caller, never the user's fault."""
 
 
-_CHUNK = np.dtype([("state", np.int8), ("stored", np.bool_), ("touched", np.int64), ("score", np.float64)])
-
-
-class State(IntEnum):
-    """Place of a chunk's K and V."""
-
-    OUT = 0  # in the host store only
-    IN_FLIGHT = 1  # being copied into a block that is reserved for it
-    RESIDENT = 2  # in a block of the pool
-
-
-_RESIDENT = int(State.RESIDENT)  # a plain int, because it is compared for every token
+_CHUNK = np.dtype([("resident", np.bool_), ("stored", np.bool_), ("touched", np.int64), ("score", np.float64)])
 
 
 class Blocks:
@@ -36,7 +23,7 @@ class Blocks:
 
     @property
     def n_free(self) -> int:
-        """Blocks that are neither used nor reserved."""
+        """Blocks that nothing uses."""
         return self.n - sum(ledger.n_held for ledger in self.ledgers)
 
     @property
@@ -61,7 +48,7 @@ class Ledger:
 
     - only a sealed chunk with a stored record is evicted, and never a protected one;
     - the chunk being written is resident;
-    - free + in flight + resident + guests + a trial's == blocks.n, always, over all sequences that share the blocks.
+    - free + resident + guests + a trial's == blocks.n, always, over all sequences that share the blocks.
 
     The first `n_sinks` chunks, the last `n_tail`, pinned chunks and unsealed ones are protected.
     """
@@ -95,8 +82,8 @@ class Ledger:
         return len(self._now[1])
 
     @property
-    def _state(self) -> npt.NDArray[np.int8]:
-        return self._now[1]["state"]
+    def _resident(self) -> Mask:
+        return self._now[1]["resident"]
 
     @property
     def _stored(self) -> Mask:
@@ -114,27 +101,22 @@ class Ledger:
     @property
     def n_resident(self) -> int:
         """Chunks in the pool."""
-        return int(np.count_nonzero(self._state == _RESIDENT))
-
-    @property
-    def n_in_flight(self) -> int:
-        """Chunks in flight into the pool."""
-        return int(np.count_nonzero(self._state == State.IN_FLIGHT))
+        return int(np.count_nonzero(self._resident))
 
     @property
     def n_held(self) -> int:
-        """Blocks that hold this sequence's chunks, guests or trial, or are reserved for its chunks."""
-        return int(np.count_nonzero(self._state)) + self.n_guests + self.n_tried
+        """Blocks that hold this sequence's chunks, guests or trial."""
+        return self.n_resident + self.n_guests + self.n_tried
 
     @property
     def n_tried(self) -> int:
         """Blocks that a trial takes in addition to those of resident chunks."""
         first, end = self._tried
-        return end - first - int(np.count_nonzero(self._state[first:end] == _RESIDENT)) if end else 0
+        return end - first - int(np.count_nonzero(self._resident[first:end])) if end else 0
 
     @property
     def n_free(self) -> int:
-        """Blocks of the pool that no sequence uses or reserves."""
+        """Blocks of the pool that no sequence uses."""
         return self.blocks.n_free
 
     @property
@@ -148,9 +130,9 @@ class Ledger:
         return self.n_held + self.n_free
 
     @property
-    def state(self) -> npt.NDArray[np.int8]:
-        """A copy of each chunk's State, (n_chunks,) int8."""
-        return self._state.copy()
+    def resident(self) -> Mask:
+        """A copy of the mask of chunks in the pool, (n_chunks,) bool. The others are in the host store only."""
+        return self._resident.copy()
 
     @property
     def stored(self) -> Mask:
@@ -179,14 +161,14 @@ class Ledger:
 
     def candidates(self) -> Mask:
         """Return the mask of chunks, resident or out, that compete for the blocks without protected chunks, (n_chunks,) bool."""
-        mask: Mask = self._stored & (self._state != State.IN_FLIGHT) & ~self.protected()
+        mask: Mask = self._stored & ~self.protected()
         return mask
 
-    def state_of(self, chunk: int) -> State:
-        """Return the state of a chunk. Raises LedgerError if the chunk does not exist."""
+    def holds(self, chunk: int) -> bool:
+        """Return whether a chunk is in the pool. Raises LedgerError if the chunk does not exist."""
         if not 0 <= chunk < self.n_chunks:
             raise LedgerError(f"chunk {chunk} does not exist")
-        return State(self._state[chunk])
+        return bool(self._resident[chunk])
 
     def protected(self) -> Mask:
         """Return the mask of chunks that may not be evicted, (n_chunks,) bool."""
@@ -200,11 +182,11 @@ class Ledger:
     @property
     def lacks_protected(self) -> bool:
         """Whether a protected chunk is out, as after positions were computed outside the pool."""
-        return bool(np.any(self._state[self.protected()] == State.OUT))
+        return not np.all(self._resident[self.protected()])
 
     def evictable(self) -> Mask:
         """Return the mask of chunks that can be evicted now, (n_chunks,) bool."""
-        mask: Mask = (self._state == State.RESIDENT) & self._stored & ~self.protected()
+        mask: Mask = self._resident & self._stored & ~self.protected()
         return mask
 
     def new_chunks(self, n_tokens: int) -> int:
@@ -237,7 +219,7 @@ class Ledger:
             raise LedgerError("nothing to write")
         before, chunks = self._now
         last = before % self.chunk  # positions of the chunk that is being written
-        if last and last + n_tokens < self.chunk and chunks["state"][-1] == _RESIDENT:
+        if last and last + n_tokens < self.chunk and chunks["resident"][-1]:
             # most tokens neither begin nor fill a chunk
             self._tick += 1
             chunks["touched"][-1] = self._tick
@@ -247,10 +229,10 @@ class Ledger:
         n_new = self.new_chunks(n_tokens)
         if n_new and n_new > self.n_free:
             raise LedgerError(f"{n_new} new chunks, {self.n_free} free blocks")
-        if self.n_tokens % self.chunk and self._state[-1] != _RESIDENT:
+        if self.n_tokens % self.chunk and not self._resident[-1]:
             raise LedgerError(f"chunk {self.n_chunks - 1} is written to but not resident")
         if n_new:
-            chunks = np.concatenate([chunks, np.array([(State.RESIDENT, False, 0, np.nan)] * n_new, _CHUNK)])
+            chunks = np.concatenate([chunks, np.array([(True, False, 0, np.nan)] * n_new, _CHUNK)])
         self._tick += 1
         chunks["touched"][self.n_sealed :] = self._tick
         chunks["score"][self.n_sealed :] = np.nan
@@ -268,9 +250,9 @@ class Ledger:
             raise LedgerError("nothing to append")
         if end % self.chunk and self.needs_block and self.n_free <= 0:
             raise LedgerError("no free block for the chunk that is being written")
-        new = np.array([(State.OUT, True, 0, np.nan)] * (-(-end // self.chunk) - first), _CHUNK)
+        new = np.array([(False, True, 0, np.nan)] * (-(-end // self.chunk) - first), _CHUNK)
         chunks = np.concatenate([self._now[1][:first], new])
-        chunks["state"][n_full:], chunks["stored"][n_full:] = State.RESIDENT, False
+        chunks["resident"][n_full:], chunks["stored"][n_full:] = True, False
         self._tick += 1
         chunks["touched"][first:] = self._tick
         self._now = (end, chunks)
@@ -283,7 +265,7 @@ class Ledger:
 
     def unrate(self, chunk: int) -> None:
         """Forget a chunk's score: it counts as just used until the next scoring."""
-        self.state_of(chunk)
+        self.holds(chunk)  # raises if there is no such chunk
         self._now[1]["score"][chunk] = np.nan
 
     def to_store(self) -> list[int]:
@@ -294,41 +276,29 @@ class Ledger:
         """Record that the host store has the record of a sealed, resident chunk."""
         if chunk >= self.n_sealed:
             raise LedgerError(f"chunk {chunk} is not sealed")
-        if self.state_of(chunk) != State.RESIDENT:
+        if not self.holds(chunk):
             raise LedgerError(f"chunk {chunk} is not resident")
         self._stored[chunk] = True
 
     def drop(self, chunk: int) -> None:
         """Record that a chunk left the pool."""
-        if self.state_of(chunk) != State.RESIDENT:
+        if not self.holds(chunk):
             raise LedgerError(f"chunk {chunk} is not resident")
         if not self._stored[chunk]:
             raise LedgerError(f"chunk {chunk} has no record: it would be lost")
         if self.protected()[chunk]:
             raise LedgerError(f"chunk {chunk} is protected")
-        self._state[chunk] = State.OUT
+        self._resident[chunk] = False
 
-    def begin_page_in(self, chunk: int) -> None:
-        """Reserve a block for a chunk in flight."""
-        if self.state_of(chunk) != State.OUT:
-            raise LedgerError(f"chunk {chunk} is not out")
+    def page_in(self, chunk: int) -> None:
+        """Record that a chunk was copied into a free block."""
+        if self.holds(chunk):
+            raise LedgerError(f"chunk {chunk} is resident")
         if self.n_free <= 0:
             raise LedgerError(f"no free block for chunk {chunk}")
-        self._state[chunk] = State.IN_FLIGHT
-
-    def commit_page_in(self, chunk: int) -> None:
-        """Make a chunk in flight resident."""
-        if self.state_of(chunk) != State.IN_FLIGHT:
-            raise LedgerError(f"chunk {chunk} is not in flight")
         self._tick += 1
         self._touched[chunk] = self._tick
-        self._state[chunk] = State.RESIDENT
-
-    def abort_page_in(self, chunk: int) -> None:
-        """Free the block of a chunk in flight, whose copy is given up."""
-        if self.state_of(chunk) != State.IN_FLIGHT:
-            raise LedgerError(f"chunk {chunk} is not in flight")
-        self._state[chunk] = State.OUT
+        self._resident[chunk] = True
 
     def rollback(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions. If n_tokens is within a chunk, that must be resident, and its record becomes
@@ -337,11 +307,9 @@ class Ledger:
         if not 0 <= n_tokens <= self.n_tokens:
             raise LedgerError(f"cannot roll back from {self.n_tokens} to {n_tokens} positions")
         keep = -(-n_tokens // self.chunk)
-        if np.any(self._state[keep:] == State.IN_FLIGHT):
-            raise LedgerError("a chunk to be forgotten is in flight")
         chunks = self._now[1][:keep].copy()
         if n_tokens % self.chunk:
-            if chunks["state"][-1] != State.RESIDENT:
+            if not chunks["resident"][-1]:
                 raise LedgerError(f"chunk {keep - 1} is cut through but not resident")
             chunks["stored"][-1] = False
         self._now = (n_tokens, chunks)
@@ -351,22 +319,18 @@ class Ledger:
         """The number of the last step that touched a chunk."""
         return self._tick
 
-    def load(
-        self, n_tokens: int, state: npt.NDArray[np.int8], touched: npt.NDArray[np.int64], score: Scores, tick: int
-    ) -> None:
+    def load(self, n_tokens: int, resident: Mask, touched: npt.NDArray[np.int64], score: Scores, tick: int) -> None:
         """Restore a saved ledger from arrays (n_chunks,). All sealed chunks must have records."""
         chunks = np.zeros(-(-n_tokens // self.chunk), _CHUNK)
-        if not len(chunks) == len(state) == len(touched) == len(score):
-            raise LedgerError(f"{len(state)} chunks for {n_tokens} positions")
-        chunks["state"], chunks["touched"], chunks["score"] = state, touched, score
+        if not len(chunks) == len(resident) == len(touched) == len(score):
+            raise LedgerError(f"{len(resident)} chunks for {n_tokens} positions")
+        chunks["resident"], chunks["touched"], chunks["score"] = resident, touched, score
         chunks["stored"][: n_tokens // self.chunk] = True
         self._now = (n_tokens, chunks)
         self._tick = max(tick, int(touched.max(initial=0)))
 
     def clear(self) -> None:
         """Forget every position; the pins stay."""
-        if self.n_in_flight != 0:
-            raise LedgerError("a chunk is in flight")
         self.rollback(0)
         self._tick = self.n_guests = 0
         self._tried = (0, 0)
@@ -377,14 +341,10 @@ class Ledger:
         if n != -(-self.n_tokens // self.chunk):
             raise LedgerError(f"{n} chunks for {self.n_tokens} positions")
         if self.n_free < 0:
-            raise LedgerError(
-                f"{self.n_resident} resident, {self.n_in_flight} in flight, {self.n_guests} guests: more than the pool"
-            )
-        if self.n_in_flight + self.n_resident + self.n_guests + self.n_tried != self.n_held:
-            raise LedgerError("in flight + resident != held")
-        if not np.all(self._stored[self._state != State.RESIDENT]):
+            raise LedgerError(f"{self.n_resident} resident, {self.n_guests} guests: more than the pool")
+        if not np.all(self._stored[~self._resident]):
             raise LedgerError("a chunk is neither resident nor stored")
         if np.any(self._stored[self.n_sealed :]):
             raise LedgerError("a record of a chunk that is not sealed")
-        if not np.all(self._state[self.n_sealed :] == State.RESIDENT):
+        if not np.all(self._resident[self.n_sealed :]):
             raise LedgerError("a chunk being written is not resident")

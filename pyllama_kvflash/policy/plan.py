@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pyllama_kvflash.errors import PoolError
-from pyllama_kvflash.policy.ledger import Ledger, State
+from pyllama_kvflash.policy.ledger import Ledger
 
 _GUESTS = -1  # a guest block, in a list of chunks
 
@@ -41,7 +41,7 @@ def bring_in(ledger: Ledger, chunks: Sequence[int]) -> Plan:
 
     Raises PoolError if there is no room for all of them.
     """
-    missing = tuple(c for c in dict.fromkeys(chunks) if ledger.state_of(c) == State.OUT)
+    missing = tuple(c for c in dict.fromkeys(chunks) if not ledger.holds(c))
     return replace(_given_up(ledger, len(missing) - ledger.n_free, keep=chunks), page_ins=missing)
 
 
@@ -54,7 +54,7 @@ def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
     room for any candidate, nothing moves.
     """
     mask = ledger.candidates()
-    resident = ledger.state == State.RESIDENT
+    resident = ledger.resident
     room = room_for_candidates(ledger, n_free)
     candidates = np.flatnonzero(mask)
     if room <= 0:
@@ -68,8 +68,8 @@ def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
 
 def room_for_candidates(ledger: Ledger, n_free: int) -> int:
     """Return the number of blocks for candidates: all but those of other chunks and n_free free ones. It can be negative."""
-    kept = (ledger.state == State.RESIDENT) & ~ledger.candidates()
-    return ledger.n_block - n_free - ledger.n_in_flight - int(np.count_nonzero(kept))
+    kept = ledger.resident & ~ledger.candidates()
+    return ledger.n_block - n_free - int(np.count_nonzero(kept))
 
 
 def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
@@ -110,7 +110,7 @@ def _by_heat(ledger: Ledger, keep: Sequence[int]) -> list[int]:
 
 def _too_few(ledger: Ledger, n: int, n_there: int) -> str:
     ledgers = ledger.blocks.ledgers
-    held = sum(int(np.count_nonzero(each.protected() & (each.state == State.RESIDENT))) for each in ledgers)
+    held = sum(int(np.count_nonzero(each.protected() & each.resident)) for each in ledgers)
     return (
         f"{n} more blocks of the pool are needed and {n_there} can be freed: {held} of its {ledger.blocks.n}"
         " are protected (sinks, tail, pins); use a larger pool, a smaller batch or fewer pins"

@@ -1,7 +1,7 @@
 """The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three consistent.
 
 It waits for a copy only if the computation needs it. A full chunk is written back while the next batch is computed, and then
-summarised in a thread. `flights` moves chunks in and out.
+summarised in a thread. `moves` brings chunks in and drops them.
 """
 
 from collections import deque
@@ -14,12 +14,12 @@ import numpy as np
 from pyllama_kvflash.errors import DeviceLostError, PoolError, UsageError
 from pyllama_kvflash.native import Context, Keys, Summaries
 from pyllama_kvflash.options import Options, cores
-from pyllama_kvflash.policy import Ledger, Plan, Scores, State, bring_in, make_room, reselect
+from pyllama_kvflash.policy import Ledger, Plan, Scores, bring_in, make_room, reselect
 from pyllama_kvflash.policy.sizing import SINKS, n_pinned, pinned_chunks
-from pyllama_kvflash.pool.flights import Flights
 from pyllama_kvflash.pool.guests import GuestRoom, form_of
 from pyllama_kvflash.pool.host_memory import Record
 from pyllama_kvflash.pool.host_store import HostStore
+from pyllama_kvflash.pool.moves import Moves
 from pyllama_kvflash.pool.residency import Residency, compare, held, look, resident
 from pyllama_kvflash.pool.shared import Shared
 from pyllama_kvflash.pool.summariser import Summariser
@@ -53,8 +53,8 @@ class Pager:
         self._min_batch = options.n_batch
         self.ledger = Ledger(shared.blocks, options.chunk, n_sinks=SINKS, n_tail=options.tail)
         self.ledger.pins |= pinned_chunks(options.pins, options.chunk)
-        self.flights = Flights(ctx, self.ledger, self.records)
-        shared.flights.append(self.flights)
+        self.moves = Moves(ctx, self.ledger, self.records)
+        shared.moves.append(self.moves)
         self.guests: GuestRoom | None = None
         if (form := form_of(ctx)) is not None:
             chooses, n_threads = options.policy == "fresh", options.n_threads or 1
@@ -95,14 +95,11 @@ class Pager:
         n_tokens: tokens of the batch. taken: blocks, and records, that other sequences of the batch take. seals: False if the
         batch seals no chunk. Returns the moves. Raises PoolError and HostMemoryError; nothing has moved then.
         """
-        self.flights.land()  # the copies began during the previous batch
         ledger = self.ledger
         last = ledger.n_tokens % ledger.chunk  # positions of the chunk that is being written
         if last and last + n_tokens < ledger.chunk and not self._uncovered:
             return _NOTHING  # most tokens neither begin nor fill a chunk
         n_new = ledger.new_chunks(n_tokens)
-        if n_new and n_new + taken[0] > ledger.n_free:
-            self.flights.finish()
         plan = make_room(ledger, n_new + taken[0]) if n_new else _NOTHING
         if n_sealing := ledger.seals(n_tokens) * seals:
             self.shared.memory.reserve(n_sealing + taken[1])
@@ -120,7 +117,6 @@ class Pager:
         earlier positions are complete, or will be; the caller writes the others. Raises PoolError and HostMemoryError; nothing
         has moved then.
         """
-        self.flights.finish()
         self._arrived(len(self._reads))  # summaries of the previous batch are made during this one
         ledger = self.ledger
         end, first = ledger.n_tokens + n_tokens, ledger.n_sealed
@@ -159,10 +155,9 @@ class Pager:
         Harmless when repeated.
         """
         ledger = self.ledger
-        self.flights.abandon()
-        self.flights.shed()  # the chunk that was being written may be full now
+        self.moves.shed()  # the chunk that was being written may be full now
         if ledger.n_tokens % ledger.chunk:
-            self.flights.refill([ledger.n_chunks - 1])
+            self.moves.refill([ledger.n_chunks - 1])
         if ledger.n_chunks in self.records:
             self.records.forget(ledger.n_chunks)
         self.n_stored = max(self.n_stored, ledger.n_sealed)
@@ -170,7 +165,7 @@ class Pager:
 
     def settle_in(self) -> Plan:
         """Page in the protected and the most recent chunks, up to the sequence's share of the pool. Returns the moves."""
-        self.settle()
+        self.wait_stored()
         ledger = self.ledger
         if self.guests and self.guests.chooses:
             always = bring_in(ledger, np.flatnonzero(ledger.protected()).tolist())
@@ -182,7 +177,7 @@ class Pager:
             make_room(ledger, max(0, min(more, ledger.blocks.n_room)))
         )  # trials of other sequences may hold the rest
         must = np.flatnonzero(ledger.protected())
-        n_missing = int(np.count_nonzero(ledger.state[must] == State.OUT))
+        n_missing = int(np.count_nonzero(~ledger.resident[must]))
         recent = reselect(ledger, 1 + n_missing)
         recent = Plan(recent.drops, recent.page_ins[::-1])  # oldest first, as if they were written now
         self.apply(recent)
@@ -192,12 +187,12 @@ class Pager:
 
     def lay_out(self) -> None:
         """Sort the chunks in the pool, so that results do not depend on the order of earlier moves."""
-        self.settle()
+        self.wait_stored()
         if self.guests and self.guests.chooses:
             self.guests.resize(0)
         there = list(held(self.ctx))  # block by block
         if there != sorted(there) or self.ctx.block_of(there[-1]) != len(there) - 1:
-            self.flights.refill(there)
+            self.moves.refill(there)
         self.host(0)
 
     def host(self, n_free: int) -> Plan:
@@ -205,7 +200,7 @@ class Pager:
         n_free. Returns the evictions.
         """
         guests, ledger = self.guests, self.ledger
-        if guests is None or not np.any(ledger.state == State.OUT):
+        if guests is None or np.all(ledger.resident):
             return _NOTHING
         self.wait_stored()
         guests.cover(ledger.n_sealed)
@@ -223,7 +218,7 @@ class Pager:
         """Whether a chunk without codes is out: no layer could attend to it."""
         if self.guests is None:
             return False
-        return bool(np.any(self.ledger.state[self.guests.native.info().n // self.ledger.chunk :] == State.OUT))
+        return not np.all(self.ledger.resident[self.guests.native.info().n // self.ledger.chunk :])
 
     def fitting(self, n_tokens: int) -> int:
         """Return how many of n_tokens fit one batch that evicts no more chunks than its first token does."""
@@ -278,11 +273,6 @@ class Pager:
             self._reads.popleft()  # last, so that an interrupted iteration is repeated
         self._summariser.collect()
 
-    def settle(self) -> None:
-        """Finish everything under way: all records are then complete and summarised, and no chunk is in flight."""
-        self.flights.finish()
-        self.wait_stored()
-
     def wait_stored(self) -> None:
         """Wait until all records are complete and summarised."""
         self._arrived(len(self._reads))
@@ -296,32 +286,26 @@ class Pager:
         """Carry out a whole plan: drops first, then page-ins. The next batch sees the result."""
         for i, chunks in plan.taken:
             for chunk in chunks:
-                self.shared.flights[i].drop(chunk)
+                self.shared.moves[i].drop(chunk)
         for chunk in plan.drops:
-            self.flights.drop(chunk)
+            self.moves.drop(chunk)
         for i, n in plan.guests:
             self.shared.guests[i].give_up(n)
-        if plan.page_ins:
-            self.flights.bring(plan.page_ins)
+        self.moves.bring(plan.page_ins)
 
     #
     # relevance
     #
 
-    def reselect(self, scores: Scores, n_free: int, n_most: int | None = None, *, spread: bool = False) -> Plan:
+    def reselect(self, scores: Scores, n_free: int, n_most: int | None = None) -> Plan:
         """Make the chunks with the highest scores (n,) float64 resident; NaN: not a candidate. Returns the plan.
 
         n_free: blocks to leave free.
         n_most: the most chunks to page in; None: no limit.
-        spread: spread the moves over several steps, so that none waits for a copy.
         """
-        self.flights.cut_short()
         self.ledger.rate(scores)
         plan = reselect(self.ledger, n_free, n_most)
-        if spread:
-            self.flights.begin(plan)
-        else:
-            self.apply(plan)
+        self.apply(plan)
         return plan
 
     #
@@ -338,7 +322,7 @@ class Pager:
         self.wait_stored()
         cut, rest = divmod(n_tokens, ledger.chunk)
         whole = Plan()
-        if rest and ledger.state_of(cut) == State.OUT:
+        if rest and not ledger.holds(cut):
             ledger.rollback((cut + 1) * ledger.chunk)
             whole = bring_in(ledger, [cut])
             self.apply(whole)
@@ -355,7 +339,7 @@ class Pager:
         self.ctx.wait()
         self._reads.clear()
         self._summariser.give_up()
-        self.flights.forget()
+        self.moves.clear()
         if self.guests:
             self.guests.clear()
         self.ledger.clear()
@@ -366,18 +350,14 @@ class Pager:
     def reconcile(self, n_tokens: int) -> None:
         """After a step was cut off with n_tokens positions kept, make the pool agree with the ledger, and seal full chunks."""
         ledger = self.ledger
-        self.flights.abandon()
         if self.guests:
             self.guests.reconcile()
-        if ledger.n_tokens > n_tokens:
-            self.flights.cancel()
-        self.flights.mend()
         if ledger.n_tokens < n_tokens:
             ledger.write(n_tokens - ledger.n_tokens)
-        self.flights.shed()
+        self.moves.shed()
         if ledger.n_tokens > n_tokens:
             self.rolled_back(n_tokens)
-        self.flights.fill(resident(ledger) - held(self.ctx).keys())
+        self.moves.fill(resident(ledger) - held(self.ctx).keys())
         self._seal()
         self._summariser.give_up()
         self._summariser.begin(self.n_whole)
@@ -396,20 +376,20 @@ class Pager:
     def page_in(self, chunk: int) -> None:
         """Page in a chunk, in place of the coldest one. Raises UsageError and PoolError."""
         self._check(chunk)
-        self.settle()
+        self.wait_stored()
         self.apply(bring_in(self.ledger, [chunk]))
         self.ledger.unrate(chunk)  # the caller wants it to stay
 
     def page_in_all(self) -> None:
         """Page in all chunks. Raises PoolError."""
-        self.settle()
+        self.wait_stored()
         self.apply(bring_in(self.ledger, range(self.ledger.n_chunks)))
 
     def page_out(self, chunk: int) -> None:
         """Evict a chunk. Raises UsageError and PoolError."""
         self._check(chunk)
-        self.settle()
-        if self.ledger.state_of(chunk) == State.OUT:
+        self.wait_stored()
+        if not self.ledger.holds(chunk):
             return
         if not self.ledger.evictable()[chunk]:
             msg = f"chunk {chunk} cannot leave the pool: it is a sink, in the tail, pinned or still being written"
@@ -425,7 +405,7 @@ class Pager:
         chunks = pinned_chunks([(start, end)], ledger.chunk)
         more = n_pinned(ledger.pins | chunks, ledger.n_sinks) - n_pinned(ledger.pins, ledger.n_sinks)
         self.shared.check_pins(more, self._min_batch, f"pinning {start}:{end}")
-        self.settle()
+        self.wait_stored()
         self.apply(bring_in(ledger, sorted(c for c in chunks if c < ledger.n_chunks)))
         ledger.pins |= chunks
 

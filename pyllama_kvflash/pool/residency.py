@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.native import Context
-from pyllama_kvflash.policy import Ledger, LedgerError, State
+from pyllama_kvflash.policy import Ledger, LedgerError
 from pyllama_kvflash.pool.guests import GuestRoom
 from pyllama_kvflash.pool.host_store import HostStore
 
@@ -15,16 +15,15 @@ from pyllama_kvflash.pool.host_store import HostStore
 class Residency:
     """The place of every chunk, as arrays (n_chunks,).
 
-    state: int8; 0 out, 1 in flight, 2 resident.
     block: int32; -1 if not resident.
-    sealed, stored, protected: bool.
+    resident, sealed, stored, protected: bool.
     score: float64, from the last scoring, higher is hotter; NaN: not scored.
     layers: float32; the number of pooled layers that hold the chunk: all if it is resident, else none; with policy fresh, the
         layers that chose it. A layer that chose a quarter of it counts 0.25.
     coded: bool; whether it has codes, by which layers attend to it while it is not resident.
     """
 
-    state: npt.NDArray[np.int8]
+    resident: npt.NDArray[np.bool_]
     block: npt.NDArray[np.int32]
     sealed: npt.NDArray[np.bool_]
     stored: npt.NDArray[np.bool_]
@@ -35,7 +34,9 @@ class Residency:
 
     def to_dict(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the chunk numbers and the arrays by name, all (n_chunks,), for pandas.DataFrame."""
-        return {"chunk": np.arange(len(self.state))} | {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"chunk": np.arange(len(self.resident))} | {
+            field.name: getattr(self, field.name) for field in fields(self)
+        }
 
 
 def look(ledger: Ledger, ctx: Context, guests: GuestRoom | None) -> Residency:
@@ -46,9 +47,9 @@ def look(ledger: Ledger, ctx: Context, guests: GuestRoom | None) -> Residency:
     block[chunks[used]] = np.flatnonzero(used)
     sealed = np.arange(ledger.n_chunks) < ledger.n_sealed
     chosen = guests.layers() if guests else np.zeros(ledger.n_chunks, np.float32)
-    layers = np.where(ledger.state == State.RESIDENT, np.float32(ctx.pool_info().n_layer), chosen)
+    layers = np.where(ledger.resident, np.float32(ctx.pool_info().n_layer), chosen)
     coded = np.arange(ledger.n_chunks) < (guests.n_coded if guests else 0)
-    return Residency(ledger.state, block, sealed, ledger.stored, ledger.protected(), ledger.score, layers, coded)
+    return Residency(ledger.resident, block, sealed, ledger.stored, ledger.protected(), ledger.score, layers, coded)
 
 
 def compare(ledger: Ledger, store: HostStore, ctx: Context) -> None:
@@ -75,11 +76,6 @@ def held(ctx: Context) -> dict[int, int]:
     return {int(c): int(n) for c, n in zip(chunks, n_used, strict=True) if c >= 0}
 
 
-def n_landing(ctx: Context) -> int:
-    """Return the number of chunks in flight into the native pool."""
-    return int(np.count_nonzero(ctx.blocks()[1] < 0))
-
-
 def resident(ledger: Ledger) -> set[int]:
     """Return the chunks that are in the pool according to the ledger."""
-    return {int(c) for c in np.flatnonzero(ledger.state == State.RESIDENT)}
+    return {int(c) for c in np.flatnonzero(ledger.resident)}

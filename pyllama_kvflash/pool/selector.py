@@ -13,7 +13,7 @@ from pyllama_kvflash.errors import Interrupted, KVFlashError, ScorerError, Snaps
 from pyllama_kvflash.events import Reselect
 from pyllama_kvflash.native import Context, Tokens, split_queries
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, Scoring, State, View, room_for_candidates
+from pyllama_kvflash.policy import Qk, Queries, Schedule, Scorer, Scores, Scoring, View, room_for_candidates
 from pyllama_kvflash.policy.scorers import Floats, faded, shares
 from pyllama_kvflash.pool.pager import Pager
 
@@ -136,7 +136,7 @@ class Selector:
             self.begin(tokens(), [self._answer()])
         event = None
         if self._job is not None and self.schedule.apply():
-            event = self.finish("decode", n_tokens, self._n_most, spread=True)
+            event = self.finish("decode", n_tokens, self._n_most)
         self._orphaned = False
         return event
 
@@ -192,7 +192,6 @@ class Selector:
         self.cancel()
         self._ticked = ticked
         self._orphaned = True
-        self._pager.flights.cut_short()
         self._pager.wait_stored()
         self.begin(tokens, queries, close=reason == "question", mass=mass)
         event = self.finish(reason, len(tokens), n_most)
@@ -211,8 +210,7 @@ class Selector:
         """Start to score the sequence as it is now. close: also give the scorer the keys, as there is time to read them."""
         self._scales = self._scales or self._ctx.query_scales().tolist()  # fixed once a graph was built
         ledger = self._pager.ledger
-        in_flight = ledger.state == State.IN_FLIGHT  # they land before the scores are applied
-        candidates = ledger.candidates() | (in_flight & ~ledger.protected())
+        candidates = ledger.candidates()
         candidates[self._pager.n_whole :] = False
         self._view = View(
             tokens=tokens,
@@ -223,7 +221,7 @@ class Selector:
             scales=self._scales,
             n_whole=self._pager.n_whole,
             summaries=self._pager.summaries,
-            room=max(0, room_for_candidates(ledger, _N_FREE) + ledger.n_in_flight),
+            room=max(0, room_for_candidates(ledger, _N_FREE)),
             keys=self._pager.keys if close else None,
             each=self._each,
             mass=mass,
@@ -231,12 +229,11 @@ class Selector:
         self._at_once = close or not self.schedule.beside
         self._job = self._start(self._view, self._pager.summarising)
 
-    def finish(self, reason: str, pos: int, n_most: int | None = None, *, spread: bool = False) -> Reselect:
+    def finish(self, reason: str, pos: int, n_most: int | None = None) -> Reselect:
         """Wait for the scores, and make the best chunks resident.
 
         pos: positions written, for the event.
         n_most: the most chunks to page in; None: no limit.
-        spread: spread the moves over several steps, so that none waits for a copy.
         """
         job, view = self._job, self._view
         if job is None:
@@ -252,7 +249,7 @@ class Selector:
         begin, now = time.perf_counter(), scores
         if reason == "decode" and shares(self.scorer):
             scores = faded(scores, self._pager.ledger.score[: len(scores)])
-        plan = self._pager.reselect(scores, _N_FREE, n_most, spread=spread and self.schedule.beside)
+        plan = self._pager.reselect(scores, _N_FREE, n_most)
         apply_s = time.perf_counter() - begin
         if reason == "decode":
             copied = 0 if self._on_cpu else len(plan.page_ins) * self._pager.records.record_bytes

@@ -191,7 +191,7 @@ class PooledSequence:
         if ledger.lacks_protected:  # the last batch was exact, and its settle_in() was cut off
             self.settle_in()
         self.consistent = False
-        self.paged.settle()
+        self.paged.wait_stored()
         plan = self.paged.make_room(n, seals=False)
         ledger.try_out(n)
         if self.stateful:
@@ -319,7 +319,7 @@ class PooledSequence:
         self.cancel_scoring()
         with self.step():
             if self.pager:
-                self.pager.settle()
+                self.pager.wait_stored()
             self.forget_exactly(n_tokens)
             pending, self.pending = self.pending, None  # first: it follows the removed tokens
             gone = self.history[n_tokens:]
@@ -346,7 +346,7 @@ class PooledSequence:
         """
         n, token = self.n_tokens - 1, self.history[-1]
         with self.step():
-            self.paged.settle()
+            self.paged.wait_stored()
             self.forget_exactly(n)
             self._in_transit = n, token
             del self.history[n:]
@@ -363,7 +363,7 @@ class PooledSequence:
         state: the result of save_partial() at n_tokens; empty if the memory can be rolled back without it.
         """
         with self.step():
-            self.paged.settle()
+            self.paged.wait_stored()
             self.forget_exactly(n_tokens)
             self._go_back(n_tokens, state)
             del self.history[n_tokens:]
@@ -441,5 +441,5 @@ class PooledSequence:
     def check_integrity(self) -> None:
         """Raise LedgerError unless ledger, host store and native pool agree."""
         with self.step():
-            self.paged.settle()
+            self.paged.wait_stored()
         self.paged.check_integrity()

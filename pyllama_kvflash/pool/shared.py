@@ -6,13 +6,13 @@ from pyllama_kvflash.options import Options, cores
 from pyllama_kvflash.policy import Blocks
 from pyllama_kvflash.policy.sizing import PoolShape, n_pinned
 from pyllama_kvflash.pool.disk import slabs_in
-from pyllama_kvflash.pool.flights import Flights
 from pyllama_kvflash.pool.guests import GuestRoom
 from pyllama_kvflash.pool.host_memory import HostMemory
+from pyllama_kvflash.pool.moves import Moves
 
 
 class Shared:
-    """The parts that the sequences of a pool share: its blocks, host memory for records, and each sequence's flights and guests."""
+    """The parts that the sequences of a pool share: its blocks, host memory for records, and each sequence's moves and guests."""
 
     def __init__(self, ctx: Context, options: Options, n_pool: int) -> None:
         info = ctx.pool_info()
@@ -20,7 +20,7 @@ class Shared:
         spill = slabs_in(options.disk) if options.disk else None
         limit, n_growers = options.host_limit, max(1, cores() // 2)  # the others compute
         self.memory = HostMemory(info.record_bytes, ctx.host_buffer, limit, info.meta_bytes, spill, n_growers)
-        self.flights: list[Flights] = []
+        self.moves: list[Moves] = []
         self.guests: list[GuestRoom] = []  # one per sequence; empty without codes
 
     def close(self) -> None:

@@ -60,10 +60,8 @@ def advance(parts: Sequence[Part], outputs: int = native.LAST) -> list[Paged | N
         sequence, tokens = part.sequence, part.tokens
         if not part.draft:
             sequence.extend(tokens)  # first, because a recurrent state cannot go back
-        if pager := sequence.pager:
-            pager.flights.go_on(len(tokens))
-            if not part.draft:
-                pager.written(len(tokens))
+            if sequence.pager:
+                sequence.pager.written(len(tokens))
         sequence.consistent = not part.draft
     return [Paged(pos, plan.drops, plan.page_ins) if plan else None for pos, plan in zip(places, plans, strict=True)]
 

@@ -163,11 +163,10 @@ def capture(
     chunks = np.zeros(-(-n // chunk), layout.CHUNK)
     chunks["chain"] = [np.void(link) for link in layout.chain(identity, tokens, chunk)]
     chunks["pinned"][[c for c in saved.pins if c < len(chunks)]] = 1
-    for name in ("state", "block", "touched", "score"):
+    for name in ("resident", "block", "touched", "score"):
         chunks[name] = getattr(saved, name)
-    plan = saved.drops, saved.page_ins
     guests, codes = SavedGuests.of(pager, n)
-    contents = Contents(identity, sequence, tokens, chunks, plan, tuple(states), scoring, guests=guests)
+    contents = Contents(identity, sequence, tokens, chunks, tuple(states), scoring, guests=guests)
     return Capture(contents, full, last, pager.records, pager.records.hold(), codes, inputs)
 
 
@@ -204,13 +203,11 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> StateBytes:
         n_pool=int(sequence["n_pool"]),
         n_kv=int(sequence["n_kv"]),
         tick=int(sequence["tick"]),
-        state=chunks["state"].copy(),
+        resident=chunks["resident"].copy(),
         block=chunks["block"].copy(),
         touched=chunks["touched"].copy(),
         score=chunks["score"].copy(),
         pins=frozenset(np.flatnonzero(chunks["pinned"]).tolist()),
-        drops=contents.plan[0],
-        page_ins=contents.plan[1],
         guests=contents.guests,
     )
 
@@ -220,7 +217,7 @@ def put_back(snapshot: SnapshotFile, pager: Pager, n: int) -> StateBytes:
 
     fits = pager.guests and contents.guests and contents.guests.fits(pager.guests)
     saved = saved.first(n, pager.ledger.chunk)
-    pager.records.memory.expect(len(saved.state))  # first, because it may raise
+    pager.records.memory.expect(len(saved.resident))  # first, because it may raise
     saved.put_back(pager, lend, snapshot.codes if fits else None)
     pager.loaded()
     return next((blob for pos, blob in contents.states if pos == n), b"")

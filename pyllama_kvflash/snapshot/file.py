@@ -365,8 +365,6 @@ class Filling:
 
 def _contents(raw: dict[str, bytes]) -> Contents:
     """Return the contents of sections whose digests were checked. Raises errors of numpy and Python for inconsistent tables."""
-    numbers = np.frombuffer(raw["plan"], "<i4").tolist()
-    n = numbers[0]
     at, states = 0, []
     for head in np.frombuffer(raw["stops"], layout.STOP):
         states.append((int(head["pos"]), raw["states"][at : at + int(head["size"])]))
@@ -376,7 +374,6 @@ def _contents(raw: dict[str, bytes]) -> Contents:
         sequence=np.frombuffer(raw["sequence"], layout.SEQUENCE)[0],
         tokens=np.frombuffer(raw["tokens"], "<i4").astype(np.int32),
         chunks=np.frombuffer(raw["chunks"], CHUNK),
-        plan=(tuple(numbers[1 : 1 + n]), tuple(numbers[2 + n :])),
         states=tuple(states),
         scoring=layout.unpacked(raw["scoring"]),
         sources=tuple(

@@ -19,7 +19,7 @@ from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
 SUFFIX = ".kvsnap"
 MAGIC = b"\x93KVSNAP\n"
-VERSION = 4
+VERSION = 5
 DIGEST = 32  # bytes of a SHA-256, of tables and tokens. Records and codes are much larger, and have faster checksums
 PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 
@@ -28,7 +28,7 @@ _PRIVATE = 0o600  # mode: only the owner may read it, since it holds a text
 EXACT = 1 << 31  # in an identity's flags: prompts are read exactly, not through the pool
 LONG = 1 << 30  # keys have the long factors of RoPE
 
-TABLES = ("identity", "sequence", "tokens", "chunks", "plan", "scoring", "sources", "stops", "states", "guests")
+TABLES = ("identity", "sequence", "tokens", "chunks", "scoring", "sources", "stops", "states", "guests")
 SECTIONS = (*TABLES, "codes", "records")
 
 START = np.dtype([("magic", "V8"), ("version", "<u4"), ("header_bytes", "<u4"), ("file_bytes", "<u8")])
@@ -67,7 +67,7 @@ CHUNK = np.dtype(
     [
         ("chain", "V32"),  # digest of the chain so far and this chunk's tokens
         ("checksum", f"V{CHECKSUM}"),  # of its record
-        ("state", "<i1"),  # policy.State
+        ("resident", "|b1"),
         ("pinned", "<i1"),
         ("reserved", "<i2"),  # 0
         ("block", "<i4"),  # -1: none
@@ -182,7 +182,6 @@ class Contents:
 
     tokens: (n_tokens,) int32.
     chunks: (n_chunks,) CHUNK, one for each chunk with a position.
-    plan: chunks to drop and chunks to page in that have yet to move.
     states: (position, bytes) of the states outside chunks, the last one at n_tokens.
     sources: files with the records of the first chunks.
     guests: None: the sequence had neither guests nor codes.
@@ -192,7 +191,6 @@ class Contents:
     sequence: npt.NDArray[Any]
     tokens: Tokens
     chunks: Chunks
-    plan: tuple[tuple[int, ...], tuple[int, ...]]
     states: tuple[tuple[int, StateBytes], ...]
     scoring: Scoring = field(default_factory=Scoring)
     sources: tuple[Source, ...] = ()
@@ -285,13 +283,11 @@ def _write(
 
 def _tables(contents: Contents) -> list[bytes]:
     """Return all sections except the codes and the records."""
-    plan = b"".join(np.array([len(part), *part], "<i4").tobytes() for part in contents.plan)
     return [
         contents.identity.raw,
         contents.sequence.tobytes(),
         np.ascontiguousarray(contents.tokens, "<i4").tobytes(),
         contents.chunks.tobytes(),
-        plan,
         _packed(contents.scoring),
         np.array([(s.name.encode(), np.void(s.header), s.first, s.end) for s in contents.sources], SOURCE).tobytes(),
         np.array([(pos, 0, len(blob)) for pos, blob in contents.states], STOP).tobytes(),

@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pyllama_kvflash.native import Record
-from pyllama_kvflash.policy import State, bring_in
-from pyllama_kvflash.policy.ledger import Scores
-from pyllama_kvflash.pool.flights import OnTheWay
+from pyllama_kvflash.policy import bring_in
+from pyllama_kvflash.policy.ledger import Mask, Scores
 from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 
@@ -29,7 +28,6 @@ class SavedPool:
     block: -1: none.
     n_pool: cells of the pool.
     n_kv: cells that the attention read; 0: unknown, because positions were cut off.
-    drops, page_ins: chunks of a plan that have yet to move.
     guests: and codes; None without them.
     """
 
@@ -37,36 +35,28 @@ class SavedPool:
     n_pool: int
     n_kv: int
     tick: int
-    state: npt.NDArray[np.int8]
+    resident: Mask
     block: npt.NDArray[np.int32]
     touched: npt.NDArray[np.int64]
     score: Scores
     pins: frozenset[int] = frozenset()
-    drops: tuple[int, ...] = ()
-    page_ins: tuple[int, ...] = ()
     guests: SavedGuests | None = None
 
     @classmethod
     def of(cls, pager: Pager) -> Self:
-        """Copy the current state of the pool. Chunks in flight are noted as such."""
+        """Copy the current state of the pool."""
         ledger, info = pager.ledger, pager.ctx.pool_info()
         where = pager.residency()
-        block = where.block.copy()
-        flights = pager.flights.saved()
-        for chunk, at in flights.landing.items():
-            block[chunk] = at
         return cls(
             n_tokens=ledger.n_tokens,
             n_pool=info.n_pool,
             n_kv=max(info.n_kv, _LEAST_WIDTH),  # 0 after an exact pass, until the pool is read
             tick=ledger.tick,
-            state=where.state,
-            block=block,
+            resident=where.resident,
+            block=where.block,
             touched=ledger.touched,
             score=where.score,
             pins=frozenset(ledger.pins),
-            drops=flights.drops,
-            page_ins=flights.page_ins,
         )
 
     def first(self, n_tokens: int, chunk: int) -> Self:
@@ -74,10 +64,10 @@ class SavedPool:
         if n_tokens == self.n_tokens:
             return self
         n = n_tokens // chunk
-        cut = {name: getattr(self, name)[:n] for name in ("state", "block", "touched", "score")}
+        cut = {name: getattr(self, name)[:n] for name in ("resident", "block", "touched", "score")}
         pins = frozenset(c for c in self.pins if c < n)
         guests = self.guests and self.guests.first(n * chunk)
-        return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, drops=(), page_ins=(), guests=guests, **cut)
+        return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, guests=guests, **cut)
 
     def put_back(self, pager: Pager, lend: Lend, codes: Codes | None) -> bool:
         """Restore the pool into an empty sequence's pager. Returns whether every chunk is in its former block.
@@ -96,7 +86,7 @@ class SavedPool:
             if room and self.guests and codes:  # first, while memory for the records is being allocated
                 pager.ctx.synchronize()  # here once, instead of in each thread
                 room.begin_restore(self.guests.n_tokens, codes)
-            for chunk in range(len(self.state)):
+            for chunk in range(len(self.resident)):
                 lend(chunk)
             return self._put_back(pager, codes)
         except BaseException:
@@ -125,23 +115,20 @@ class SavedPool:
     def _shares_pool(self, pager: Pager) -> bool:
         """Return whether guests had blocks, or will have some, so that the saved places of chunks do not describe the pool."""
         if pager.guests and pager.guests.chooses:
-            return bool(np.any(self.state == State.OUT))
+            return not np.all(self.resident)
         return self.guests is not None and len(self.guests.blocks) > 0
 
     def _in_place(self, pager: Pager, guests: SavedGuests | None) -> None:
-        resident, landing = (
-            {c: int(self.block[c]) for c in np.flatnonzero(self.state == state).tolist()}
-            for state in (State.RESIDENT, State.IN_FLIGHT)
-        )
-        pager.flights.resume(resident, OnTheWay(landing, self.drops, self.page_ins))
-        pager.ledger.load(self.n_tokens, self.state, self.touched, self.score, self.tick)
+        for chunk in np.flatnonzero(self.resident).tolist():
+            pager.ctx.page_in(chunk, pager.records.get(chunk), int(self.block[chunk]))
+        pager.ledger.load(self.n_tokens, self.resident, self.touched, self.score, self.tick)
         if pager.guests and guests:
             pager.guests.put_back(guests.blocks, guests.units)
         pager.ctx.set_width(self.n_kv)
 
     def _anew(self, pager: Pager) -> None:
         ledger = pager.ledger
-        out = np.full_like(self.state, State.OUT)
+        out = np.zeros_like(self.resident)
         ledger.load(self.n_tokens, out, self.touched, self.score, self.tick)
         must = ledger.protected()
         n_more = ledger.n_share - int(np.count_nonzero(must)) - 1
@@ -151,5 +138,5 @@ class SavedPool:
             n_more = 0  # guests have these blocks
         back = [*np.flatnonzero(must).tolist(), *hottest[: max(0, n_more)].tolist()]
         pager.apply(bring_in(ledger, back))
-        ledger.load(self.n_tokens, ledger.state, self.touched, self.score, self.tick)
+        ledger.load(self.n_tokens, ledger.resident, self.touched, self.score, self.tick)
         pager.host(0)

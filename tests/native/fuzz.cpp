@@ -11,8 +11,7 @@
 //            logits; codes made anew have the same bytes; from bytes, another sequence goes on with the same logits, to the
 //            bit
 //
-// Nothing waits for a copy unless it must: records and queries are checked at a later step, chunks stay on their way in
-// while other things happen.
+// Nothing waits for a copy unless it must: records and queries are checked at a later step.
 //
 // An episode begins exact: what is evicted stays out, so that the mirror can follow. It ends free: chunks come back into
 // any block, and attention adds up in another order than in a stock cache. With codes it is free all the time.
@@ -79,13 +78,12 @@ struct settings {
     uint32_t    coarse_v = 0;
 };
 
-// a block as it should be: the chunk it holds, and which of its positions. landing: the chunk is on its way in
+// a block as it should be: the chunk it holds, and which of its positions
 struct slot {
     static constexpr int32_t GUESTS = -2; // each layer has its own units here
 
-    int32_t  chunk   = -1;
-    uint64_t mask    = 0;
-    bool     landing = false;
+    int32_t  chunk = -1;
+    uint64_t mask  = 0;
 };
 
 // a copy to host memory that was begun, of a chunk or of queries (-1), and what must be true of it once it is done
@@ -226,27 +224,17 @@ struct fuzz {
     bool sealed(int32_t chunk) const { return (chunk + 1) * n_chunk <= n_past; }
 
     // -1: not resident. chunk -1: the first free block
-    static int32_t block_of(const std::vector<slot> & slots, int32_t chunk, bool landing = false) {
-        const auto it = std::find_if(
-                slots.begin(), slots.end(), [&](const slot & s) { return s.chunk == chunk && s.landing == landing; });
+    static int32_t block_of(const std::vector<slot> & slots, int32_t chunk) {
+        const auto it = std::find_if(slots.begin(), slots.end(), [&](const slot & s) { return s.chunk == chunk; });
         return it == slots.end() ? -1 : it - slots.begin();
     }
     int32_t block_of(int32_t chunk) const { return block_of(slots, chunk); }
-    int32_t landing_block_of(int32_t chunk) const { return block_of(slots, chunk, true); }
 
     std::vector<int32_t> resident(bool evictable) const {
         std::vector<int32_t> res;
         for (const auto & s : slots) {
             const bool stays = evictable && (s.chunk == tail() || pins.count(s.chunk));
-            if (s.chunk >= 0 && !s.landing && !stays) { res.push_back(s.chunk); }
-        }
-        return res;
-    }
-
-    std::vector<int32_t> landing() const {
-        std::vector<int32_t> res;
-        for (const auto & s : slots) {
-            if (s.landing) { res.push_back(s.chunk); }
+            if (s.chunk >= 0 && !stays) { res.push_back(s.chunk); }
         }
         return res;
     }
@@ -255,7 +243,7 @@ struct fuzz {
     std::vector<int32_t> evicted() const {
         std::vector<int32_t> res;
         for (const auto & [chunk, _] : host) {
-            if (block_of(chunk) < 0 && landing_block_of(chunk) < 0) { res.push_back(chunk); }
+            if (block_of(chunk) < 0) { res.push_back(chunk); }
         }
         return res;
     }
@@ -292,7 +280,7 @@ struct fuzz {
         uint32_t n_cell = 1;
         for (size_t i = 0; i < after.size() * n_chunk; ++i) {
             const auto & s = after[i / n_chunk];
-            n_cell         = !s.landing && s.mask >> i % n_chunk & 1 ? i + 1 : n_cell;
+            n_cell         = s.mask >> i % n_chunk & 1 ? i + 1 : n_cell;
         }
         return std::max(n_kv, (n_cell + 255) / 256 * 256);
     }
@@ -301,7 +289,6 @@ struct fuzz {
         expect_ok("info", kvf_get_pool_info(pool, &info));
         expect(info.n_pool == pparams.n_pool && info.n_block == slots.size(), "the pool has another size");
         expect(info.n_block_free == free_blocks().size(), "another number of blocks is free");
-        expect(info.n_landing == landing().size(), "another number of chunks is on the way in");
         expect(info.n_kv == n_kv && n_kv <= info.n_pool,
                 "n_kv is " + std::to_string(info.n_kv) + ", not " + std::to_string(n_kv));
 
@@ -310,12 +297,11 @@ struct fuzz {
         std::vector<llama_seq_id> seqs(slots.size());
         expect_ok("blocks", kvf_blocks(pool, chunks.data(), n_used.data(), seqs.data(), slots.size()));
         for (size_t b = 0; b < slots.size(); ++b) {
-            const auto s = slots[b].landing ? slot() : slots[b]; // nothing is in its cells
-            int32_t    n = 0;
-            for (uint64_t mask = s.mask; mask; mask &= mask - 1) {
+            int32_t n = 0;
+            for (uint64_t mask = slots[b].mask; mask; mask &= mask - 1) {
                 n++;
             }
-            expect(chunks[b] == std::max(s.chunk, -1) && n_used[b] == n,
+            expect(chunks[b] == std::max(slots[b].chunk, -1) && n_used[b] == n,
                     "block " + std::to_string(b) + " holds something else");
             expect(seqs[b] == (slots[b].chunk < 0 ? -1 : own), "block " + std::to_string(b) + " is another sequence's");
         }
@@ -394,7 +380,6 @@ struct fuzz {
             done["mirrored"]++;
         }
 
-        if (!landing().empty()) { done["beside landings"]++; }
         queries();
 
         decoded(batch, after);
@@ -487,10 +472,6 @@ struct fuzz {
 
     // false: a recurrent state or a sliding window cannot go back so far
     bool rollback(int32_t pos) {
-        for (int32_t chunk : landing()) {
-            if (chunk >= pos / n_chunk) { cancel(chunk); } // else a commit would bring it back
-        }
-
         const int status = kvf_seq_rm(pool, own, pos, -1);
         if (n_exact > 0 || (is_near && status == KVF_OK)) { // a window that was moved may be shorter
             expect(status == kvf_seq_rm(mirror, 0, pos, -1), "seq_rm: another status than that of the stock context");
@@ -531,9 +512,6 @@ struct fuzz {
     // refused, or does no harm that putting back the right one does not mend
     void partial() {
         const auto batch = some_tokens(1 + rnd(4));
-        for (int32_t chunk : landing()) {
-            settle(chunk);
-        }
         make_room(batch.size());
         if (placed(batch.size()).empty()) { return; }
 
@@ -644,7 +622,7 @@ struct fuzz {
     }
 
     // block -1: the first free one. false: none is free
-    bool begin_page_in(int32_t chunk, const record & rec, int32_t block) {
+    bool page_in(int32_t chunk, const record & rec, int32_t block) {
         const bool    full = free_blocks().empty();
         const int32_t want = block < 0 ? block_of(-1) : block;
 
@@ -655,49 +633,19 @@ struct fuzz {
         if (!full) {
             kvf_record head;
             memcpy(&head, rec.data(), sizeof(head));
-            slots[block] = {chunk, head.mask, true};
+            slots[block] = {chunk, head.mask};
+            done["paged in"]++;
+            if (!rnd(3)) { wait(0); } // the copy is done, its source gone
         }
         return !full;
     }
 
-    void commit(int32_t chunk) {
-        if (!rnd(3)) { wait(0); } // the copy is done, its source gone
-        expect_ok("commit", kvf_commit(pool, own, chunk));
-        slots[landing_block_of(chunk)].landing = false;
-        done["paged in"]++;
-    }
-
-    void cancel(int32_t chunk) {
-        expect_ok("cancel", kvf_cancel(pool, own, chunk));
-        slots[landing_block_of(chunk)] = {};
-        done["cancelled"]++;
-    }
-
-    // a chunk on its way in comes in, or does not. the mirror cannot follow: it goes out again
-    void settle(int32_t chunk) {
-        if (rnd(2)) {
-            cancel(chunk);
-        } else {
-            commit(chunk);
-            expect(read(chunk) == host.at(chunk), "chunk " + std::to_string(chunk) + " is not what was paged in");
-            if (n_exact > 0) { drop(chunk); }
-        }
-    }
-
-    // send for a chunk. while the mirror follows, to the last block that a decode would take, and not for long
-    void land() {
-        if (n_exact <= 0) {
-            const int32_t chunk = pick(evicted());
-            begin_page_in(chunk, host[chunk], free_blocks().empty() || rnd(2) ? -1 : pick(free_blocks()));
-            if (landing_block_of(chunk) >= 0 && rnd(2)) { settle(chunk); }
-        } else if (!free_blocks().empty()) {
-            const int32_t chunk = pick(evicted());
-            begin_page_in(chunk, host[chunk], free_blocks().back());
-            for (uint32_t n = rnd(4); n > 0; --n) {
-                decode(some_tokens(1 + rnd(4)), rnd(3));
-            }
-            settle(chunk);
-        }
+    // a chunk comes in. the mirror cannot follow: it goes out again
+    void come_back() {
+        const int32_t chunk = pick(evicted());
+        if (!page_in(chunk, host[chunk], free_blocks().empty() || rnd(2) ? -1 : pick(free_blocks()))) { return; }
+        expect(read(chunk) == host.at(chunk), "chunk " + std::to_string(chunk) + " is not what was paged in");
+        if (n_exact > 0) { drop(chunk); }
     }
 
     void scribble() { expect_ok("scribble", kvf_scribble(pool, SCRIBBLES[rnd(sizeof(SCRIBBLES))])); }
@@ -717,13 +665,10 @@ struct fuzz {
         wait(0);
         for (int32_t chunk : chunks) {
             const auto & [block, rec] = out[chunk];
-            begin_page_in(chunk, *rec, same_blocks ? block : rnd(2) ? -1 : pick(free_blocks()));
+            page_in(chunk, *rec, same_blocks ? block : rnd(2) ? -1 : pick(free_blocks()));
         }
         if (rnd(2)) { scribble(); }
         std::shuffle(chunks.begin(), chunks.end(), rng);
-        for (int32_t chunk : chunks) {
-            commit(chunk);
-        }
         for (int32_t chunk : chunks) {
             const auto & [block, rec] = out[chunk];
             expect(read(chunk) == *rec, "chunk " + std::to_string(chunk) + " is not what was paged in");
@@ -743,13 +688,7 @@ struct fuzz {
         if (rollback(n_past - batch.size() + n_keep)) {
             place(chosen);
             round_trip(true);
-            int32_t coming = -1;
-            if (!evicted().empty() && free_blocks().size() > 1) { // at most one is taken
-                coming = pick(evicted());
-                begin_page_in(coming, host[coming], free_blocks().back());
-            }
             expect_same("after a round trip", first, decode({batch.begin() + n_keep, batch.end()}, 2));
-            if (coming >= 0 && n_exact > 0) { settle(coming); }
             done["again"]++;
         }
     }
@@ -1131,9 +1070,6 @@ struct fuzz {
 
     // all there is goes to the other sequence, by bytes: the same tokens give the same there
     void move() {
-        for (const int32_t chunk : landing()) {
-            settle(chunk);
-        }
         const auto batch = some_tokens(1 + rnd(4));
         make_room(batch.size());
         if (placed(batch.size()).empty()) { return; }
@@ -1161,7 +1097,6 @@ struct fuzz {
         own = 1 - own;
         for (auto & [chunk, from] : in) {
             expect_ok("page_in", kvf_page_in(pool, own, chunk, from.second.data(), from.second.size(), &from.first));
-            expect_ok("commit", kvf_commit(pool, own, chunk));
         }
         if (size) { expect_ok("partial_set", kvf_partial_set(pool, own, start, state.data(), size)); }
         for (uint32_t layer = 0; layer < info.n_layer; ++layer) {
@@ -1384,16 +1319,6 @@ struct fuzz {
                 {"page_in: no block", KVF_E_ARGUMENT,
                         [&] { return kvf_page_in(pool, own, in, good.data(), size, nullptr); }},
                 {"page_in: no record", KVF_E_ARGUMENT, [&] { return kvf_page_in(pool, own, in, nullptr, size, &block); }},
-                {"commit: sequence", KVF_E_ARGUMENT, [&] { return kvf_commit(pool, seq, in); }},
-                {"commit: chunk", KVF_E_ARGUMENT, [&] { return kvf_commit(pool, own, wild); }},
-                {"commit: resident", KVF_E_STATE, [&] { return kvf_commit(pool, own, in); }},
-                {"commit: not sent for", KVF_E_STATE, [&] { return kvf_commit(pool, own, out); }},
-                {"commit: stock", KVF_E_ARGUMENT, [&] { return kvf_commit(mirror, 0, in); }},
-                {"cancel: sequence", KVF_E_ARGUMENT, [&] { return kvf_cancel(pool, seq, in); }},
-                {"cancel: chunk", KVF_E_ARGUMENT, [&] { return kvf_cancel(pool, own, wild); }},
-                {"cancel: resident", KVF_E_STATE, [&] { return kvf_cancel(pool, own, in); }},
-                {"cancel: not sent for", KVF_E_STATE, [&] { return kvf_cancel(pool, own, out); }},
-                {"cancel: stock", KVF_E_ARGUMENT, [&] { return kvf_cancel(mirror, 0, in); }},
                 {"wait: no context", KVF_E_ARGUMENT, [&] { return kvf_wait(nullptr, 0); }},
                 {"wait: stock", KVF_E_ARGUMENT, [&] { return kvf_wait(mirror, rnd(2)); }},
                 {"host_new: size", KVF_E_ARGUMENT, [&] { return kvf_host_new(pool, 0, &pinned); }},
@@ -1456,23 +1381,6 @@ struct fuzz {
             const auto & [chunk, rec] = *host.find(pick(evicted()));
             expect_status("page_in: block", KVF_E_ARGUMENT, page_in(chunk, rec, size, rnd(2) ? info.n_block : INT32_MAX));
             expect_status("page_in: used block", KVF_E_STATE, page_in(chunk, rec, size, block_of(in)));
-        }
-        // a chunk on its way in, and its block
-        if (landing().empty() && !evicted().empty() && !free_blocks().empty()) {
-            const int32_t chunk = pick(evicted());
-            begin_page_in(chunk, host[chunk], free_blocks().back());
-        }
-        if (!landing().empty()) {
-            const int32_t coming = pick(landing());
-            const auto &  rec    = host.at(coming);
-            expect_status("page_in: on its way", KVF_E_STATE, page_in(coming, rec, size, -1));
-            expect_status("read: on its way", KVF_E_STATE, read_to(pool, own, coming, bad.data(), size));
-            expect_status("drop: on its way", KVF_E_STATE, kvf_drop(pool, own, coming));
-            if (!evicted().empty()) {
-                const auto & [chunk, rec] = *host.find(pick(evicted()));
-                expect_status("page_in: taken block", KVF_E_STATE, page_in(chunk, rec, size, landing_block_of(coming)));
-            }
-            if (n_exact > 0) { settle(coming); }
         }
         done["wrong calls"]++;
     }
@@ -1578,7 +1486,6 @@ struct fuzz {
         if (n_left % 8 == 4) { closer(); }
         if (n_left-- == 0) { clear(); }
         if (rnd(4) == 0) { wait_for_some(); }
-        if (rnd(3) == 0 && !landing().empty()) { settle(pick(landing())); }
         if (coarse && n_past > 0) { codes(); }
 
         const uint32_t what = n_past > 0 ? rnd(100) : 0;
@@ -1594,7 +1501,7 @@ struct fuzz {
             const int32_t pos = n_past - rnd(std::min(n_past + 1, what % 2 ? 5 : (coarse ? 8 : 2) * n_chunk));
             if (pos == 0 || (block_of((pos - 1) / n_chunk) >= 0 && (n_exact <= 0 || pos >= n_fixed))) { rollback(pos); }
         } else if (what < 70) {
-            if (!evicted().empty()) { land(); }
+            if (!evicted().empty()) { come_back(); }
         } else if (what < 76) {
             round_trip(n_exact > 0);
         } else if (what < 79 || (what < 82 && is_mirrored())) {

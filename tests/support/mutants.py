@@ -113,10 +113,7 @@ MUTANTS = [
     Mutant("a page-in overwrites a chunk", "pool/record", "if (!is_free(kv, block))", "if (false)"),
     Mutant("used blocks are scribbled on", "pool/record", "if (!is_free(kv, b)) { continue; }", ""),
     # copies under way
-    Mutant("a block may be used while a chunk lands", "pool/pool", "mover(kv).is_landing(block) ||", ""),
-    Mutant("a chunk lands twice", "pool/record", "if (mover(kv).landing_of(seq, chunk)) {", "if (false) {"),
     Mutant("queries lie upon each other", "pool/move", "to += r.size;", ""),
-    Mutant("clear leaves what is landing", "api/decode", "llama_kvflash::mover(*kv).landings.clear();", ""),
     Mutant("the width of the graph is made up", "pool/record", "res.n_kv = kv.pool_n_kv;", "res.n_kv = kv.get_size();"),
     # summaries
     Mutant("a share is of one chunk's own", "pool/score", "dst[c] += sums[c] / all;", "dst[c] += sums[c];"),

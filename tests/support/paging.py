@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pyllama_kvflash.errors import PoolError
-from pyllama_kvflash.policy import Ledger, LedgerError, Plan, State
+from pyllama_kvflash.policy import Ledger, LedgerError, Plan
 from pyllama_kvflash.policy import plan as planning
 from pyllama_kvflash.policy.sizing import SPARE_BLOCKS, pinned_chunks
 
@@ -63,7 +63,6 @@ class World:
         self.chunk = chunk
         self.truth: list[int] = []  # the value of every position, never the same one twice
         self.pool: dict[int, list[int]] = {}
-        self.landing: set[int] = set()
         self.host: dict[int, list[int]] = {}
         self._next = 0
 
@@ -98,13 +97,9 @@ class World:
     def drop(self, chunk: int) -> None:
         del self.pool[chunk]
 
-    def begin(self, chunk: int) -> None:
-        self.landing.add(chunk)
-        self.check_size()
-
-    def land(self, chunk: int) -> None:
-        self.landing.remove(chunk)
+    def page_in(self, chunk: int) -> None:
         self.pool[chunk] = list(self.host[chunk])
+        self.check_size()
 
     def seq_rm(self, n: int) -> None:
         cut = n // self.chunk
@@ -114,8 +109,7 @@ class World:
         self.host = {c: values for c, values in self.host.items() if c < cut}
 
     def check_size(self) -> None:
-        held = len(self.pool) + len(self.landing)
-        assert held <= self.n_block, f"{held} chunks in a pool of {self.n_block} blocks"
+        assert len(self.pool) <= self.n_block, f"{len(self.pool)} chunks in a pool of {self.n_block} blocks"
 
 
 class Paging(RuleBasedStateMachine):
@@ -167,8 +161,7 @@ class Paging(RuleBasedStateMachine):
         ledger, world = self.ledger, self.world
         ledger.check_integrity()
         assert ledger.n_tokens == len(world.truth)
-        assert set(self.chunks_that_are(State.RESIDENT)) == set(world.pool), "ledger and pool differ"
-        assert set(self.chunks_that_are(State.IN_FLIGHT)) == world.landing, "ledger and pool differ"
+        assert {int(c) for c in np.flatnonzero(ledger.resident)} == set(world.pool), "ledger and pool differ"
         missing = set(np.flatnonzero(ledger.stored)) - set(world.host)
         assert not missing, f"no record of chunks {missing}"
 
@@ -176,8 +169,8 @@ class Paging(RuleBasedStateMachine):
     def pool_is_never_exceeded(self) -> None:
         ledger, world = self.ledger, self.world
         world.check_size()
-        assert ledger.n_free == world.n_block - len(world.pool) - len(world.landing), "ledger and pool differ"
-        assert ledger.n_free + ledger.n_resident + ledger.n_in_flight == ledger.n_block
+        assert ledger.n_free == world.n_block - len(world.pool), "ledger and pool differ"
+        assert ledger.n_free + ledger.n_resident == ledger.n_block
 
     @invariant()
     def protected_stay(self) -> None:
@@ -191,7 +184,7 @@ class Paging(RuleBasedStateMachine):
 
     @invariant()
     def a_batch_always_fits(self) -> None:
-        """Whatever is pinned or in flight (at most SPARE_BLOCKS): the largest batch finds room, once all is stored."""
+        """Whatever is pinned: the largest batch finds room, once all is stored."""
         room = self.ledger.n_free + len(set(self.world.pool) - self.protected())
         assert room >= self.ledger.new_chunks(self.geometry.n_batch), "the next batch would find no room"
 
@@ -224,10 +217,8 @@ class Paging(RuleBasedStateMachine):
     def apply(self, plan: Plan) -> None:
         self.drop(plan.drops)
         for c in plan.page_ins:
-            self.ledger.begin_page_in(c)
-            self.world.begin(c)
-            self.world.land(c)
-            self.ledger.commit_page_in(c)
+            self.world.page_in(c)
+            self.ledger.page_in(c)
             self.seen["page in"] += 1
 
     def check(self, plan: Plan, n_blocks: int, page_ins: Iterable[int] = (), keep: Iterable[int] = ()) -> None:
@@ -256,20 +247,16 @@ class Paging(RuleBasedStateMachine):
     def bring(self, chunks: list[int], seed: int | None) -> None:
         self.seal()
         self.rate(seed)
-        missing = [c for c in dict.fromkeys(chunks) if c not in self.world.pool and c not in self.world.landing]
+        missing = [c for c in dict.fromkeys(chunks) if c not in self.world.pool]
         plan = planning.bring_in(self.ledger, chunks)
         self.check(plan, len(missing), missing, chunks)
         self.apply(plan)
-        out = set(chunks) - set(self.world.pool) - self.world.landing
+        out = set(chunks) - set(self.world.pool)
         assert not out, f"chunks {out} were not brought in"
 
-    def settle(self, chunks: Iterable[int]) -> None:
-        for c in self.world.landing & set(chunks):
-            self.world.land(c)
-            self.ledger.commit_page_in(c)
-
-    def chunks_that_are(self, state: State) -> list[int]:
-        return [int(c) for c in np.flatnonzero(self.ledger.state == state)]
+    @property
+    def out(self) -> list[int]:
+        return [int(c) for c in np.flatnonzero(~self.ledger.resident)]
 
     #
     # rules
@@ -304,7 +291,6 @@ class Paging(RuleBasedStateMachine):
         A prompt may be cut off before that.
         """
         ledger, chunk = self.ledger, self.geometry.chunk
-        self.settle(list(self.world.landing))
         for size in sizes:
             self.seal()
             self.rate(seed)
@@ -334,11 +320,10 @@ class Paging(RuleBasedStateMachine):
         candidates = np.flatnonzero(self.ledger.evictable())
         self.drop([int(candidates[-1 - pick % len(candidates)])])
 
-    @precondition(lambda self: self.chunks_that_are(State.OUT))
+    @precondition(lambda self: self.out)
     @rule(pick=picks, seed=seeds)
     def page_in(self, pick: int, seed: int | None) -> None:
-        out = self.chunks_that_are(State.OUT)
-        chunk = out[pick % len(out)]
+        chunk = self.out[pick % len(self.out)]
         self.bring([chunk], seed)
         self.ledger.unrate(chunk)
         self.scores[chunk] = np.nan
@@ -349,7 +334,7 @@ class Paging(RuleBasedStateMachine):
         """More than may fit: then PoolError, and nothing moves."""
         self.seal()
         chunks = [pick % self.ledger.n_chunks for pick in picks]
-        missing = {c for c in chunks if self.ledger.state_of(c) == State.OUT}
+        missing = {c for c in chunks if not self.ledger.holds(c)}
         room = self.ledger.n_free + len([c for c in np.flatnonzero(self.ledger.evictable()) if int(c) not in chunks])
         if len(missing) <= room:
             self.bring(chunks, seed)
@@ -373,31 +358,6 @@ class Paging(RuleBasedStateMachine):
         self.apply(plan)
         self.seen["reselect"] += bool(plan.page_ins)
 
-    @precondition(lambda self: self.chunks_that_are(State.OUT) and self.ledger.n_in_flight < SPARE_BLOCKS)
-    @rule(pick=picks, seed=seeds)
-    def begin_page_in(self, pick: int, seed: int | None) -> None:
-        """The bytes stay under way while other steps happen."""
-        self.seal()
-        out = self.chunks_that_are(State.OUT)
-        chunk = out[pick % len(out)]
-        self.rate(seed)
-        self.drop(planning.bring_in(self.ledger, [chunk]).drops)
-        self.ledger.begin_page_in(chunk)
-        self.world.begin(chunk)
-
-    @precondition(lambda self: self.world.landing)
-    @rule(pick=picks)
-    def commit_page_in(self, pick: int) -> None:
-        self.settle([sorted(self.world.landing)[pick % len(self.world.landing)]])
-
-    @precondition(lambda self: self.world.landing)
-    @rule(pick=picks)
-    def abort_page_in(self, pick: int) -> None:
-        chunk = sorted(self.world.landing)[pick % len(self.world.landing)]
-        self.world.landing.remove(chunk)
-        self.ledger.abort_page_in(chunk)
-        self.seen["abort"] += 1
-
     @precondition(lambda self: self.geometry.n_pins)
     @rule(at=st.integers(0, 1000), length=st.integers(1, 192), seed=seeds)
     def pin(self, at: int, length: int, seed: int | None) -> None:
@@ -407,7 +367,6 @@ class Paging(RuleBasedStateMachine):
         if self.geometry.blocks(len(self.ledger.pins | chunks)) > self.ledger.n_block:
             self.seen["pin refused"] += 1
             return
-        self.settle(chunks)
         self.bring(sorted(c for c in chunks if c < self.ledger.n_chunks), seed)
         self.seen["pin"] += 1
         self.seen["pin ahead"] += any(c >= self.ledger.n_chunks for c in chunks)
@@ -426,8 +385,7 @@ class Paging(RuleBasedStateMachine):
         n = max(0, n_tokens - back) if back <= 600 else back % n_tokens  # near the end, or anywhere
         cut = n // chunk
         self.seal()
-        self.settle(list(self.world.landing))
-        if n % chunk and self.ledger.state_of(cut) == State.OUT:
+        if n % chunk and not self.ledger.holds(cut):
             self.forget((cut + 1) * chunk)
             self.bring([cut], seed)
             self.seen["cut brought in"] += 1
@@ -435,13 +393,12 @@ class Paging(RuleBasedStateMachine):
         n_chunks = self.ledger.n_chunks
         tail = range(max(0, n_chunks - self.geometry.n_tail), n_chunks)
         self.bring(tail, seed)
-        assert all(self.ledger.state_of(c) == State.RESIDENT for c in tail)
+        assert all(self.ledger.holds(c) for c in tail)
         self.seen["rollback"] += 1
 
     @precondition(lambda self: self.ledger.n_chunks > 2 * self.ledger.n_block)
     @rule()
     def clear(self) -> None:
-        self.settle(list(self.world.landing))
         self.world.seq_rm(0)
         self.ledger.clear()
         self.scores.clear()
@@ -458,9 +415,9 @@ class Exact(Paging):
         assert {int(c) for c in np.flatnonzero(ledger.evictable())} == (set(world.pool) & set(world.host)) - protected
         assert {int(c) for c in np.flatnonzero(ledger.stored)} == set(world.host)
         assert ledger.n_sealed == len(world.truth) // world.chunk
-        assert ledger.n_chunks == len(ledger.state) == len(ledger.touched) == len(ledger.heat())
+        assert ledger.n_chunks == len(ledger.resident) == len(ledger.touched) == len(ledger.heat())
         assert np.array_equal(ledger.score, self.scores, equal_nan=True)
-        places = set(world.host) - world.landing
+        places = set(world.host)
         assert {int(c) for c in np.flatnonzero(ledger.candidates())} == places - protected
         assert ledger.to_store() == [c for c in range(ledger.n_sealed) if c not in world.host]
 
@@ -512,17 +469,14 @@ class Exact(Paging):
         if ledger.n_free == 0 and ledger.n_tokens % ledger.chunk == 0 and ledger.chunk > 1:
             steps.append(lambda: ledger.append(ledger.chunk + 1))
         for c in {-1, n, pick % (n + 1)}:
-            state = ledger.state_of(c) if 0 <= c < n else None
-            if state != State.RESIDENT or c in self.protected():
+            there = ledger.holds(c) if 0 <= c < n else None
+            if not there or c in self.protected():
                 steps.append(lambda c=c: ledger.drop(c))  # type: ignore[misc]
-            if state != State.OUT or ledger.n_free == 0:
-                steps.append(lambda c=c: ledger.begin_page_in(c))  # type: ignore[misc]
-            if state != State.IN_FLIGHT:
-                steps.append(lambda c=c: ledger.commit_page_in(c))  # type: ignore[misc]
-                steps.append(lambda c=c: ledger.abort_page_in(c))  # type: ignore[misc]
-            if state != State.RESIDENT or c >= ledger.n_sealed:
+            if there is not False or ledger.n_free == 0:
+                steps.append(lambda c=c: ledger.page_in(c))  # type: ignore[misc]
+            if not there or c >= ledger.n_sealed:
                 steps.append(lambda c=c: ledger.mark_stored(c))  # type: ignore[misc]
-            if state is not None and state != State.RESIDENT and ledger.chunk > 1:
+            if there is False and ledger.chunk > 1:
                 steps.append(lambda c=c: ledger.rollback(c * ledger.chunk + 1))  # type: ignore[misc]
         for step in steps:
             with pytest.raises(LedgerError):
@@ -532,7 +486,7 @@ class Exact(Paging):
 
 def check_choice(ledger: Ledger, plan: Plan, n_free: int) -> None:
     """The hottest of all candidates and what is protected, for as few moves as that takes. `ledger` is as it was before."""
-    resident = {int(c) for c in np.flatnonzero(ledger.state == State.RESIDENT)}
+    resident = {int(c) for c in np.flatnonzero(ledger.resident)}
     candidates = {int(c) for c in np.flatnonzero(ledger.candidates())}
     drops, page_ins = set(plan.drops), set(plan.page_ins)
     assert len(drops) == len(plan.drops)
@@ -540,7 +494,7 @@ def check_choice(ledger: Ledger, plan: Plan, n_free: int) -> None:
     assert drops <= resident & candidates, "what is no candidate is dropped"
     assert page_ins <= candidates - resident, "what is no candidate, or is there, is paged in"
 
-    room = ledger.n_block - n_free - ledger.n_in_flight - len(resident - candidates)
+    room = ledger.n_block - n_free - len(resident - candidates)
     if room <= 0:
         assert plan == Plan(), "there is no room, and yet a plan"
         return
@@ -565,7 +519,7 @@ def check_swaps(ledger: Ledger, plan: Plan, whole: Plan, n_free: int, n_most: in
 def snapshot(ledger: Ledger) -> tuple[Any, ...]:
     return (
         ledger.n_tokens,
-        tuple(ledger.state.tolist()),
+        tuple(ledger.resident.tolist()),
         tuple(ledger.stored.tolist()),
         tuple(ledger.touched.tolist()),
         ledger.score.tobytes(),
@@ -594,8 +548,7 @@ def filled(n_block: int = 8, chunk: int = 16, *, n_tokens: int | None = None, sc
 
 
 def come_back(ledger: Ledger, chunk: int) -> None:
-    ledger.begin_page_in(chunk)
-    ledger.commit_page_in(chunk)
+    ledger.page_in(chunk)
 
 
 def by_heat(ledger: Ledger) -> list[int]:

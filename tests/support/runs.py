@@ -13,7 +13,6 @@ from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import LAST, Context, Model, Sampler
-from pyllama_kvflash.policy import State
 from support import tiny
 from support.oracles import ON_GPU
 
@@ -121,7 +120,7 @@ def plain(event: Event) -> Event:
 
 def out(kv: KVFlash) -> list[int]:
     """The chunks that are out."""
-    return [int(c) for c in np.flatnonzero(kv.residency().state == State.OUT)]
+    return [int(c) for c in np.flatnonzero(~kv.residency().resident)]
 
 
 def check_residency(kv: KVFlash, chunk: int = 64) -> None:
@@ -131,9 +130,8 @@ def check_residency(kv: KVFlash, chunk: int = 64) -> None:
     for field in dataclasses.fields(where):
         assert getattr(where, field.name).shape == (n,), field.name
     types = [str(getattr(where, f.name).dtype) for f in dataclasses.fields(where)]
-    assert types == ["int8", "int32", "bool", "bool", "bool", "float64", "float32", "bool"]
-    assert set(np.unique(where.state)) <= {State.OUT, State.RESIDENT}
-    resident = where.state == State.RESIDENT
+    assert types == ["bool", "int32", "bool", "bool", "bool", "float64", "float32", "bool"]
+    resident = where.resident
     assert np.array_equal(where.block >= 0, resident)
     if kv.policy != "fresh":
         assert np.array_equal(where.layers, kv.ctx.pool_info().n_layer * resident)

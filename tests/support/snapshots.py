@@ -17,7 +17,6 @@ from pyllama_kvflash import KVFlash, Reselect, Sampling, Token, View
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context, Model
 from pyllama_kvflash.policy import Scores
-from pyllama_kvflash.pool import flights
 from pyllama_kvflash.snapshot.file import SnapshotFile
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -48,7 +47,7 @@ class Case:
     policy: str
     n: int
     beside: bool = False
-    """Whether it scores beside decode, and spreads a plan over steps, as with a GPU."""
+    """Whether it scores beside decode, as with a GPU."""
 
     def __str__(self) -> str:
         return "-".join(map(str, (self.name, self.cache, self.policy, self.n, *(["beside"] if self.beside else []))))
@@ -97,15 +96,12 @@ def seen(kv: KVFlash) -> Arrays:
     blocks, units = room.native.tables() if room else (np.empty(0, np.int32), np.empty((0, 0), np.int32))
     codes = room.native.saved_codes(room.native.info().n) if room else []
     return {
-        **{name: getattr(where, name) for name in ("state", "block", "sealed", "stored", "protected", "score")},
+        **{name: getattr(where, name) for name in ("resident", "block", "sealed", "stored", "protected", "score")},
         "touched": ledger.touched,
         "numbers": np.array(
             [kv.n_tokens, ledger.tick, info.n_kv, -1 if kv.sequence.pending is None else kv.sequence.pending]
         ),
         "tokens": kv.tokens,
-        "landing": np.array(list(kv.pager.flights.saved().landing.items())).reshape(-1, 2),
-        "drops": np.array(kv.pager.flights.saved().drops, int),
-        "page-ins": np.array(kv.pager.flights.saved().page_ins, int),
         "summaries": np.concatenate(entries) if entries else np.empty(0, np.float32),
         "guests": blocks,
         "units": units,
@@ -165,7 +161,6 @@ class Other:
 
 def serve() -> None:
     """The other process."""
-    flights.FLIGHT_BYTES = 1
     Model.is_eog = lambda *_: False  # type: ignore[method-assign]
     Model.piece = lambda *_, **__: b""  # type: ignore[method-assign]
     for line in sys.stdin:

@@ -99,10 +99,9 @@ struct kvf_pool_info {
     uint32_t n_chunk;
     uint32_t n_block; // n_pool/n_chunk
     uint32_t n_block_free;
-    uint32_t n_landing; // blocks that chunks are on their way into
-    uint32_t n_kv;      // width of the attention graph, in cells
-    uint32_t n_layer;   // pooled layers
-    uint32_t n_copy;    // copies that moving a chunk takes
+    uint32_t n_kv;    // width of the attention graph, in cells
+    uint32_t n_layer; // pooled layers
+    uint32_t n_copy;  // copies that moving a chunk takes
     uint64_t record_bytes;
     uint32_t meta_bytes;
     uint32_t flags; // KVF_FLAG_*
@@ -215,7 +214,7 @@ LLAMA_API int kvf_argmax(struct llama_context * ctx, int32_t i, llama_token * to
 LLAMA_API int kvf_top_probability(struct llama_context * ctx, int32_t i, float * res);
 
 LLAMA_API int kvf_clear(struct llama_context * ctx);
-// forget one sequence, and its chunks on their way in
+// forget one sequence
 LLAMA_API int kvf_clear_seq(struct llama_context * ctx, llama_seq_id seq);
 // forget positions [p0, p1) everywhere, p1 < 0: to the end. KVF_E_UNSUPPORTED: a recurrent state cannot go back so far
 LLAMA_API int kvf_seq_rm(struct llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
@@ -225,8 +224,8 @@ LLAMA_API int kvf_attn_seq_rm(struct llama_context * ctx, llama_seq_id seq, llam
 // the calls below need a pooled context, and fail with KVF_E_ARGUMENT on a stock one
 
 LLAMA_API int kvf_get_pool_info(struct llama_context * ctx, struct kvf_pool_info * info);
-// for each of the n_block blocks: the chunk it holds (-1: none, it is free or a chunk is on its way in), the number of
-// its cells in use, and the sequence whose chunk it holds or waits for (-1: none)
+// for each of the n_block blocks: the chunk it holds (-1: none, it is free), the number of its cells in
+// use, and the sequence whose chunk it holds (-1: none)
 LLAMA_API int kvf_blocks(
         struct llama_context * ctx, int32_t * chunks, int32_t * n_used, llama_seq_id * seqs, uint32_t n_block);
 // the block of a chunk, -1: not resident
@@ -241,13 +240,10 @@ LLAMA_API int kvf_read(
         struct llama_context * ctx, llama_seq_id seq, int32_t chunk, void * dst, size_t size, uint64_t * ticket);
 // free the block of a resident chunk. metadata only: the caller has its record, or has called kvf_read() for it
 LLAMA_API int kvf_drop(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
-// begin to copy a record into a free block (in/out, -1: the first free one). no computation sees it before kvf_commit()
+// begin to copy a record into a free block (in/out, -1: the first free one). the chunk is resident from the next computation
+// on, which waits for the copy
 LLAMA_API int kvf_page_in(
         struct llama_context * ctx, llama_seq_id seq, int32_t chunk, const void * src, size_t size, int32_t * block);
-// the chunk is resident from the next computation on, which waits for the copy if it is not done by then
-LLAMA_API int kvf_commit(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
-// undo kvf_page_in(): waits for the copy, and frees the block
-LLAMA_API int kvf_cancel(struct llama_context * ctx, llama_seq_id seq, int32_t chunk);
 // wait for the copies up to a ticket, 0: all
 LLAMA_API int kvf_wait(struct llama_context * ctx, uint64_t ticket);
 

@@ -53,7 +53,7 @@ function figures(all, s) {
 
 // Of the chunks that not all layers have: how many some have, and in how many layers those are.
 function layers(all, { state, layers: counts }) {
-  const out = counts.filter((_, chunk) => state[chunk] !== "2");
+  const out = counts.filter((_, chunk) => state[chunk] !== "1");
   const some = out.filter((n) => n > 0);
   if (!some.length) return `none of the ${count(out.length)} others`;
   const mean = some.reduce((sum, n) => sum + n, 0) / some.length;

@@ -29,7 +29,7 @@ export const corner = (place, chunk) => [
   place.left + (chunk % place.columns) * place.cell, Math.floor(chunk / place.columns) * place.cell,
 ];
 
-// One square. what: state "0" (out), "1" (on its way) or "2" (in the pool), kind "p", "s", "t" or "-", heat 0 to 1 or null,
+// One square. what: state "0" (out) or "1" (in the pool), kind "p", "s", "t" or "-", heat 0 to 1 or null,
 // share: of the layers that hold it, if not all do, 0 to 1 (policy fresh), back: it has just come back, left: it has just left. Each has its own shape, too.
 export function square(g, c, x, y, cell, what) {
   const gap = Math.max(1, Math.round(cell * GAP));
@@ -37,7 +37,7 @@ export function square(g, c, x, y, cell, what) {
   const inner = Math.max(2, Math.round(size * 0.34));
   const middle = (size - inner) / 2;
   const { state, kind, heat } = what;
-  if (state === "2") {
+  if (state === "1") {
     g.fillStyle = kind === "p" ? c.pinned : kind === "-" ? mix(c.cold, c.hot, heat ?? 0.4) : c.kept;
     g.fillRect(x, y, size, size);
   } else {
@@ -50,11 +50,7 @@ export function square(g, c, x, y, cell, what) {
     g.fillStyle = c.cold;
     g.fillRect(x, y + size - height, size, height);
   }
-  if (state === "1") { // half filled
-    g.fillStyle = c.cold;
-    triangle(g, x, y, size);
-  }
-  if (kind === "p" && state === "2") { // a hole
+  if (kind === "p" && state === "1") { // a hole
     g.fillStyle = c.mark;
     g.fillRect(x + middle, y + middle, inner, inner);
   } else if (kind !== "-" && kind !== "p" && size >= 7) { // a bar
@@ -75,14 +71,6 @@ export function square(g, c, x, y, cell, what) {
     }
     g.stroke();
   }
-}
-
-function triangle(g, x, y, size) {
-  g.beginPath();
-  g.moveTo(x, y + size);
-  g.lineTo(x + size, y + size);
-  g.lineTo(x, y);
-  g.fill();
 }
 
 // All of them. focus: chunk with a frame, or null.

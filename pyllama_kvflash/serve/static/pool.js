@@ -8,16 +8,15 @@ import { learn } from "./served.js";
 
 const EVERY = 1000; // ms between two updates
 const SHOWN = 2500; // ms for which a move is marked
-const PLACES = ["out, in host memory", "on its way in", "in the pool"];
+const PLACES = ["out, in host memory", "in the pool"];
 const KINDS = { p: "pinned", s: "kept: the beginning", t: "kept: the end" };
 const LEGEND = [
-  ["in the pool, the hotter the stronger", { state: "2", kind: "-", heat: 0.1 }, { state: "2", kind: "-", heat: 1 }],
+  ["in the pool, the hotter the stronger", { state: "1", kind: "-", heat: 0.1 }, { state: "1", kind: "-", heat: 1 }],
   ["in some of the layers", { state: "0", kind: "-", share: 0.25 }, { state: "0", kind: "-", share: 0.75 }],
   ["out", { state: "0", kind: "-" }],
-  ["on its way in", { state: "1", kind: "-" }],
-  ["beginning or end", { state: "2", kind: "t" }],
-  ["pinned", { state: "2", kind: "p" }],
-  ["has just come back", { state: "2", kind: "-", back: true }],
+  ["beginning or end", { state: "1", kind: "t" }],
+  ["pinned", { state: "1", kind: "p" }],
+  ["has just come back", { state: "1", kind: "-", back: true }],
   ["has just left", { state: "0", kind: "-", left: true }],
 ];
 
@@ -134,7 +133,7 @@ function note(before, now) {
   } else {
     [...now.state].forEach((state, chunk) => {
       const was = before.state[chunk];
-      if (was !== undefined && state !== was && (state === "2" || state === "0")) moves.set(chunk, time);
+      if (was !== undefined && state !== was) moves.set(chunk, time);
     });
     if (now.reselect && now.reselect.pos !== before.reselect?.pos) {
       for (const chunk of [...now.reselect.page_ins, ...now.reselect.drops]) moves.set(chunk, time);
@@ -209,11 +208,11 @@ function redraw() {
   focus = Math.max(0, Math.min(focus, n - 1));
   place = layout(n, box.clientWidth - 8, seen.chunk); // less its padding
   Object.assign(grid.dataset, { columns: place.columns, cell: place.cell, left: place.left, sequence: s.id });
-  const heat = ranks(s.score.map((score, chunk) => (s.state[chunk] === "2" ? score : null))); // the others are all colder
+  const heat = ranks(s.score.map((score, chunk) => (s.state[chunk] === "1" ? score : null))); // the others are all colder
   const whats = [...s.state].map((state, chunk) => {
     const moved = moves.has(chunk);
     const share = s.layers.length ? s.layers[chunk] / seen.n_layer : 0;
-    return { state, kind: s.kind[chunk], heat: heat[chunk], share, back: moved && state === "2", left: moved && state === "0" };
+    return { state, kind: s.kind[chunk], heat: heat[chunk], share, back: moved && state === "1", left: moved && state === "0" };
   });
   draw(grid, place, whats, n ? current() : null);
   detail();
@@ -232,7 +231,7 @@ const placed = (s, chunk) => [where(s, chunk), KINDS[s.kind[chunk]]].filter(Bool
 function where(s, chunk) {
   if (!s.layers.length) return PLACES[s.state[chunk]];
   const n = s.layers[chunk];
-  if (s.state[chunk] === "2" || n >= seen.n_layer) return `in the pool for all ${seen.n_layer} layers`;
+  if (s.state[chunk] === "1" || n >= seen.n_layer) return `in the pool for all ${seen.n_layer} layers`;
   return n ? `in the pool for ${n} of ${seen.n_layer} layers` : PLACES[s.state[chunk]];
 }
 

@@ -62,9 +62,7 @@ static void decode(llama_context * ctx, const llama_token * tokens, int32_t n, s
     constexpr int DECODED = 0, NO_ROOM = 1, ABORTED = 2, NO_MEMORY = -2;
 
     switch (llama_decode(ctx, batch)) {
-        case DECODED:
-            if (mover) { mover->submitted(llama_kvflash::n_block(*kv), is_free); }
-            break;
+        case DECODED: break;
         case NO_ROOM:
             throw kvf_failure(KVF_E_NO_BLOCK, format("no room in the KV cache for %d tokens at position %d", n, pos[0]));
         case ABORTED: throw kvf_failure(KVF_E_ABORTED, "interrupted");
@@ -207,10 +205,7 @@ int kvf_clear(llama_context * ctx) {
         kvf_check(ctx, "there is no context");
         ctx->synchronize();
         auto * kv = llama_kvflash::get_kv(ctx->get_memory());
-        if (kv && llama_kvflash::is_pool(*kv)) {
-            llama_kvflash::mover(*kv).wait();
-            llama_kvflash::mover(*kv).landings.clear();
-        }
+        if (kv && llama_kvflash::is_pool(*kv)) { llama_kvflash::mover(*kv).wait(); }
         for (uint32_t seq = 0; seq < llama_n_seq_max(ctx); ++seq) {
             kvf_forget(ctx, seq, 0);
             free_guests(ctx, seq);
@@ -225,13 +220,7 @@ int kvf_clear_seq(llama_context * ctx, llama_seq_id seq) {
         kvf_check_seq(ctx, seq);
         ctx->synchronize();
         auto * kv = llama_kvflash::get_kv(ctx->get_memory());
-        if (kv && llama_kvflash::is_pool(*kv)) {
-            auto & mover = llama_kvflash::mover(*kv);
-            mover.wait();
-            mover.landings.erase(std::remove_if(mover.landings.begin(), mover.landings.end(),
-                                         [&](const auto & l) { return l.seq == seq; }),
-                    mover.landings.end());
-        }
+        if (kv && llama_kvflash::is_pool(*kv)) { llama_kvflash::mover(*kv).wait(); }
         kvf_forget(ctx, seq, 0);
         free_guests(ctx, seq);
         if (kv && llama_kvflash::panes(*kv)) { llama_kvflash::drop_before(*kv, seq); }

@@ -71,24 +71,6 @@ int kvf_page_in(llama_context * ctx, llama_seq_id seq, int32_t chunk, const void
     });
 }
 
-int kvf_commit(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
-    return kvf_guard([&] {
-        auto & kv = kvf_pooled(ctx);
-        kvf_check_seq(ctx, seq);
-        check_chunk(kv, chunk);
-        llama_kvflash::commit(ctx, kv, seq, chunk);
-    });
-}
-
-int kvf_cancel(llama_context * ctx, llama_seq_id seq, int32_t chunk) {
-    return kvf_guard([&] {
-        auto & kv = kvf_pooled(ctx);
-        kvf_check_seq(ctx, seq);
-        check_chunk(kv, chunk);
-        llama_kvflash::cancel(kv, seq, chunk);
-    });
-}
-
 int kvf_wait(llama_context * ctx, uint64_t ticket) {
     return kvf_guard([&] {
         auto & mover = llama_kvflash::mover(kvf_pooled(ctx));

@@ -26,9 +26,8 @@ ggml_tensor kvf_bytes(const ggml_tensor * t, size_t offset, size_t n);
 // Copies between the pool and host memory. On a device that can, they run on a stream of their own, ordered against the
 // computation by events, and the host does not wait; elsewhere they are done when a call returns.
 //
-// A copy waits for the computations that were submitted before it and use its block. If its block was free in the last
-// batch, it need not wait for that batch, and runs in parallel with it. The computation waits for the copies from a block
-// before it may write to it (order), and for those into a block before it may read it (commit).
+// A copy waits for the computations that were submitted before it. The computations that follow wait for a copy into a
+// block, and for one from a block before they may write to it (order).
 struct kvf_mover {
     // a part of block 0 that is contiguous in the pool and in a record; block b has its own b*size bytes further on
     struct piece {
@@ -44,15 +43,6 @@ struct kvf_mover {
         size_t              at, size;
     };
 
-    // a chunk on its way into a block that nothing may read yet
-    struct landing {
-        int32_t              block;
-        int32_t              chunk;
-        uint64_t             ticket;
-        llama_seq_id         seq;
-        std::vector<uint8_t> meta; // head and cells of its record
-    };
-
     kvf_mover(const std::vector<piece> & pieces, size_t record_bytes);
     ~kvf_mover();
 
@@ -66,10 +56,6 @@ struct kvf_mover {
 
     // before a batch is computed: it waits for the copies that read what it may overwrite
     void order(llama_context * ctx, const std::function<bool(int32_t block)> & is_free);
-    // after it was submitted: it uses none of the blocks that are free
-    void submitted(uint32_t n_block, const std::function<bool(int32_t block)> & is_free);
-    // the computations from now on wait for this copy
-    void commit(llama_context * ctx, uint64_t ticket);
     // the caller waits for this copy and all before it
     void wait(uint64_t ticket);
     void wait() { wait(n_begun); }
@@ -87,11 +73,7 @@ struct kvf_mover {
     // the device whose host memory is best to copy to and from, nullptr: any memory
     ggml_backend_dev_t pinned_for() const;
 
-    const landing * landing_of(llama_seq_id seq, int32_t chunk) const;
-    bool            is_landing(int32_t block) const;
-
-    const size_t         record_bytes;
-    std::vector<landing> landings;
+    const size_t record_bytes;
 
 private:
     // copies of equal size at constant strides
@@ -105,7 +87,6 @@ private:
         ggml_tensor *          window; // all of the buffer
         ggml_backend_ptr       stream; // null: copies are synchronous
         ggml_backend_event_ptr ready;  // all that was submitted
-        ggml_backend_event_ptr before; // the last batch was
         std::vector<run>       runs;
 
         uint64_t                            behind  = 0; // the stream waits for so many batches
@@ -121,7 +102,7 @@ private:
     };
 
     void       bind(llama_context * ctx);
-    void       start(part & p, uint64_t n);
+    void       start(part & p);
     transfer & begin(llama_context * ctx, int32_t block);
     void       finish(transfer & t);
     void       order(transfer & t);
@@ -129,7 +110,6 @@ private:
     ggml_context_ptr     windows;
     std::vector<part>    parts;
     std::deque<transfer> flying;
-    std::vector<bool>    unused; // blocks that the last batch does not use; empty: unknown
     uint64_t             n_begun = 0;
     uint64_t             n_batch = 0;
 };
@@ -423,8 +403,6 @@ struct llama_kvflash {
     static void     drop(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
     static int32_t  page_in(
              llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, int32_t chunk, const void * src, int32_t block);
-    static void commit(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
-    static void cancel(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk);
     static void scribble(llama_context * ctx, const llama_kv_cache & kv, uint8_t byte);
 
     // zero all cells that are in no use: a masked one with NaN would make the sums of all others NaN, too

@@ -58,8 +58,7 @@ kvf_mover::kvf_mover(const std::vector<piece> & pieces, size_t record_bytes) : r
             if (auto * dev = device_of(piece.buf); is_async(dev)) {
                 p->stream.reset(ggml_backend_dev_init(dev, nullptr));
                 p->ready.reset(ggml_backend_event_new(dev));
-                p->before.reset(ggml_backend_event_new(dev));
-                if (!p->stream || !p->ready || !p->before) { p->stream.reset(); }
+                if (!p->stream || !p->ready) { p->stream.reset(); }
             }
         }
 
@@ -104,17 +103,6 @@ ggml_backend_dev_t kvf_mover::pinned_for() const {
     return nullptr;
 }
 
-const kvf_mover::landing * kvf_mover::landing_of(llama_seq_id seq, int32_t chunk) const {
-    for (const auto & l : landings) {
-        if (l.seq == seq && l.chunk == chunk) { return &l; }
-    }
-    return nullptr;
-}
-
-bool kvf_mover::is_landing(int32_t block) const {
-    return std::any_of(landings.begin(), landings.end(), [&](const landing & l) { return l.block == block; });
-}
-
 //
 // copies
 //
@@ -133,13 +121,13 @@ void kvf_mover::bind(llama_context * ctx) {
     }
 }
 
-// the copies of a part that follow wait for the first n batches: all, or all but the last
-void kvf_mover::start(part & p, uint64_t n) {
-    if (p.behind >= n) { return; }
+// the copies of a part that follow wait for all batches
+void kvf_mover::start(part & p) {
+    if (p.behind >= n_batch) { return; }
 
-    if (n == n_batch) { ggml_backend_event_record(p.ready.get(), p.compute); }
-    ggml_backend_event_wait(p.stream.get(), n == n_batch ? p.ready.get() : p.before.get());
-    p.behind = n;
+    ggml_backend_event_record(p.ready.get(), p.compute);
+    ggml_backend_event_wait(p.stream.get(), p.ready.get());
+    p.behind = n_batch;
 }
 
 kvf_mover::transfer & kvf_mover::begin(llama_context * ctx, int32_t block) {
@@ -168,8 +156,6 @@ void kvf_mover::finish(transfer & t) {
 uint64_t kvf_mover::copy(llama_context * ctx, int32_t block, void * dst, const void * src) {
     auto & t = begin(ctx, block);
 
-    const bool beside = src && block < (int32_t) unused.size() && unused[block];
-
     const auto each = [&](part & p) {
         for (const auto & r : p.runs) {
             const size_t at = r.dev + block * r.size;
@@ -190,7 +176,7 @@ uint64_t kvf_mover::copy(llama_context * ctx, int32_t block, void * dst, const v
 
     for (auto & p : parts) {
         if (p.stream) {
-            start(p, n_batch - beside);
+            start(p);
             each(p);
         }
     }
@@ -205,6 +191,7 @@ uint64_t kvf_mover::copy(llama_context * ctx, int32_t block, void * dst, const v
             each(p);
         }
     }
+    if (src) { order(t); }
 
     return t.ticket;
 }
@@ -213,7 +200,7 @@ uint64_t kvf_mover::fetch(llama_context * ctx, const std::vector<rows> & tensors
     auto & t = begin(ctx, -1);
 
     for (auto & p : parts) {
-        if (p.stream) { start(p, n_batch); }
+        if (p.stream) { start(p); }
     }
 
     std::vector<std::pair<rows, char *>> rest;
@@ -256,28 +243,7 @@ void kvf_mover::order(llama_context * ctx, const std::function<bool(int32_t bloc
     for (auto & t : flying) {
         if (!t.ordered && (t.block < 0 || is_free(t.block))) { order(t); }
     }
-    for (auto & p : parts) {
-        if (p.stream) { ggml_backend_event_record(p.before.get(), p.compute); }
-    }
-    unused.clear();
     n_batch++;
-}
-
-void kvf_mover::submitted(uint32_t n_block, const std::function<bool(int32_t block)> & is_free) {
-    const auto streams = [](const part & p) { return p.stream != nullptr; };
-    if (std::none_of(parts.begin(), parts.end(), streams)) { return; } // all copies are done when a call returns
-
-    unused.resize(n_block);
-    for (uint32_t b = 0; b < n_block; ++b) {
-        unused[b] = is_free(b);
-    }
-}
-
-void kvf_mover::commit(llama_context * ctx, uint64_t ticket) {
-    bind(ctx);
-    for (auto & t : flying) {
-        if (t.ticket == ticket) { order(t); }
-    }
 }
 
 void kvf_mover::wait(uint64_t ticket) {

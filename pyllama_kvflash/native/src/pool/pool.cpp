@@ -270,7 +270,7 @@ int32_t llama_kvflash::block_of(const llama_kv_cache & kv, llama_seq_id seq, int
 uint32_t llama_kvflash::n_block(const llama_kv_cache & kv) { return kv.get_size() / kv.pool_chunk; }
 
 bool llama_kvflash::is_free(const llama_kv_cache & kv, uint32_t block) {
-    if (mover(kv).is_landing(block) || (fresh(kv) && fresh(kv)->is_guest(block))) { return false; }
+    if (fresh(kv) && fresh(kv)->is_guest(block)) { return false; }
 
     const auto & cells = kv.v_cells[0];
     for (uint32_t i = 0; i < kv.pool_chunk; ++i) {
@@ -296,8 +296,7 @@ void llama_kvflash::scrub(llama_context * ctx) {
         if (panes(*kv)) { panes(*kv)->wait(0); }
 
         const auto unused = [&](uint32_t cell) {
-            const uint32_t block = is_pool(*kv) ? cell / kv->pool_chunk : 0;
-            const bool taken = is_pool(*kv) && (mover(*kv).is_landing(block) || (fresh(*kv) && fresh(*kv)->is_guest(block)));
+            const bool taken = fresh(*kv) && fresh(*kv)->is_guest(cell / kv->pool_chunk);
             return !taken && kv->v_cells[0].is_empty(cell);
         };
         for (uint32_t cell = 0, end = 0; cell < kv->get_size(); cell = end + 1) {

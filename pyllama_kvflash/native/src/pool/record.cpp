@@ -80,7 +80,6 @@ kvf_pool_info llama_kvflash::info(const llama_kv_cache & kv) {
     res.n_block       = n_block(kv);
     res.n_kv          = kv.pool_n_kv;
     res.n_layer       = n_layer(kv);
-    res.n_landing     = mover(kv).landings.size();
     res.n_copy        = mover(kv).n_run();
     res.record_bytes  = mover(kv).record_bytes;
     res.meta_bytes    = meta_bytes(kv);
@@ -134,10 +133,6 @@ void llama_kvflash::blocks(const llama_kv_cache & kv, int32_t * chunks, int32_t 
                 n_used[b]++;
             }
         }
-    }
-
-    for (const auto & l : mover(kv).landings) {
-        seqs[l.block] = l.seq;
     }
 }
 
@@ -270,9 +265,6 @@ int32_t llama_kvflash::page_in(
                 KVF_E_RECORD, format("not a record of chunk %d of this model and cache: the %s differs", chunk, field));
     }
     if (block_of(kv, seq, chunk) >= 0) { throw kvf_failure(KVF_E_STATE, format("chunk %d is already resident", chunk)); }
-    if (mover(kv).landing_of(seq, chunk)) {
-        throw kvf_failure(KVF_E_STATE, format("chunk %d is already on its way in", chunk));
-    }
 
     for (uint32_t b = 0; b < n_block(kv) && block < 0; ++b) {
         if (is_free(kv, b)) { block = b; }
@@ -283,53 +275,22 @@ int32_t llama_kvflash::page_in(
     }
     if (!is_free(kv, block)) { throw kvf_failure(KVF_E_STATE, format("block %d is not free", block)); }
 
-    const auto * meta   = (const uint8_t *) src;
-    const auto   ticket = mover(kv).copy(ctx, block, nullptr, src);
-    mover(kv).landings.push_back({block, chunk, ticket, seq, {meta, meta + meta_bytes(kv)}});
-
-    return block;
-}
-
-static const kvf_mover::landing & landing_of(const kvf_mover & mover, llama_seq_id seq, int32_t chunk) {
-    const auto * res = mover.landing_of(seq, chunk);
-    if (!res) { throw kvf_failure(KVF_E_STATE, format("chunk %d is not on its way in", chunk)); }
-    return *res;
-}
-
-static void forget(kvf_mover & mover, int32_t block) {
-    auto & all = mover.landings;
-    all.erase(std::remove_if(all.begin(), all.end(), [&](const auto & l) { return l.block == block; }), all.end());
-}
-
-void llama_kvflash::commit(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
-    const auto landed = landing_of(mover(kv), seq, chunk);
-    if (block_of(kv, seq, chunk) >= 0) { throw kvf_failure(KVF_E_STATE, format("chunk %d is already resident", chunk)); }
-
-    mover(kv).commit(ctx, landed.ticket);
-    forget(mover(kv), landed.block);
-
-    kvf_record rec;
-    memcpy(&rec, landed.meta.data(), sizeof(rec));
+    mover(kv).copy(ctx, block, nullptr, src);
 
     auto & cells = kv.v_cells[0];
 
     for (uint32_t i = 0; i < kv.pool_chunk; ++i) {
         if (rec.mask & (1ull << i)) {
-            const uint32_t idx = landed.block * kv.pool_chunk + i;
+            const uint32_t idx = block * kv.pool_chunk + i;
 
             llama_kv_cell_ext ext;
-            memcpy(&ext, landed.meta.data() + sizeof(kvf_record) + i * sizeof(ext), sizeof(ext));
+            memcpy(&ext, (const char *) src + sizeof(kvf_record) + i * sizeof(ext), sizeof(ext));
 
             cells.pos_set(idx, chunk * (llama_pos) kv.pool_chunk + i);
             cells.ext_set(idx, ext);
             cells.seq_add(idx, seq);
         }
     }
-}
 
-void llama_kvflash::cancel(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
-    const auto landed = landing_of(mover(kv), seq, chunk);
-
-    mover(kv).wait(landed.ticket);
-    forget(mover(kv), landed.block);
+    return block;
 }
