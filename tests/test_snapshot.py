@@ -95,7 +95,7 @@ def is_daily(case: Case) -> bool:
 def test_what_follows_is_what_would_have_followed(
     opened: Open, other: Other, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved after a prompt, after an answer, and in the middle of one, where a scoring is under way: in the same process, and in
+    """Saved after a prompt, after an answer, and in the middle of one, where queries are being copied: in the same process, and in
     another.
     """
     monkeypatch.setattr(Context, "pinned", property(lambda _self: case.beside))
@@ -119,7 +119,7 @@ def test_what_follows_is_what_would_have_followed(
     middle = kv.generate(MORE[200:270], max_tokens=300, sampling=GREEDY, append=True)
     n = 0
     selector = kv.sequence.selector
-    while n < 20 or (case.beside and selector and selector._job is None):
+    while n < 20 or (case.beside and selector and selector._ticket is None):
         n += isinstance(next(middle), Token)
     compare()
     middle.close()
