@@ -86,7 +86,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         (
             MESSAGE,
             {**HELLO, "output_config": {"format": {"type": "json_schema"}}},
-            "output_config.format.schema is missing",
+            "output_config.format has no schema",
         ),
         (
             MESSAGE,

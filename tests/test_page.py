@@ -34,7 +34,7 @@ from support.serving import (
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.serve import webui
-from pyllama_kvflash.serve.scheduler import NotReady, Phase
+from pyllama_kvflash.serve.job import NotReady, Phase
 
 pytestmark = pytest.mark.native
 
@@ -185,7 +185,7 @@ def test_the_pool_is_what_residency_says(read: Running) -> None:
         assert said is None or said == pytest.approx(score, rel=0.01, abs=1e-30)
     assert any(score is not None for score in first["score"])
     assert first["reselect"]["pos"] <= ledger.n_tokens
-    assert first["reselects"] == stats.reselects == found["reselects"] >= 1
+    assert first["reselects"] == stats.reselects >= 1
     assert (first["pages_in"], first["pages_out"]) == (stats.pages_in, stats.pages_out)
     assert found["pages_out"] >= stats.pages_out
     assert (first["layers"], first["guest_blocks"], found["guests_fetched"], found["coarse_bytes"]) == ([], 0, 0, 0)
@@ -323,7 +323,6 @@ def test_what_is_no_pin_is_refused(read: Running) -> None:
         refused(pin(read, 1, sequence=wrong), 400, "sequence must be a number from 0")
     for wrong in (0, 1, "true", None):
         refused(pin(read, 1, pinned=wrong), 400, "pinned must be true or false")
-    refused(pin(read, 1, why="so"), 400, "why is not a field of this request")
     refused(pin(read, 10**30), 404, "there is no chunk")
     refused(pin(read, 1, sequence=9), 404, "there is no sequence 9")
     refused(read.http.post("/kvflash/pin", content=b"{}", headers={"Origin": "http://x"}), 415, "application/json")

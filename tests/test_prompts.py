@@ -23,6 +23,7 @@ from pyllama_kvflash.serve.prompt import PromptBuilder
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 from pyllama_kvflash.serve.protocols.table import ANSWERS
+from pyllama_kvflash.serve.settings import Settings
 
 pytestmark = pytest.mark.native
 
@@ -251,7 +252,7 @@ def body(path: str, said: list[tuple[str, Any]], more: dict[str, Any]) -> bytes:
 
 
 def prompt(kv: KVFlash, path: str, said: list[tuple[str, Any]], more: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    builder = PromptBuilder("m", Sampling(), WITH_CALLS, ResponseStore(None))
+    builder = PromptBuilder(Settings("m", Sampling(), template=WITH_CALLS), ResponseStore())
     prepared = builder.prepare(kv, body(path, said, more), ANSWERS[path])
     assert prepared.rendered is not None
     return prepared.rendered.prompt, prepared.warnings

@@ -18,6 +18,7 @@ from support.serving import Running
 
 from pyllama_kvflash.native import Delta, Rendered, Sampling
 from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing
+from pyllama_kvflash.serve.protocols import reply as replies
 from pyllama_kvflash.serve.protocols import responses_request, responses_response, responses_store
 from pyllama_kvflash.serve.protocols.fields import Unknown
 from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, PreparedRequest
@@ -373,7 +374,7 @@ class Parser:
 
     calls: list[dict[str, str]]
 
-    def __init__(self, _rendered: object) -> None:
+    def __init__(self, *_: object) -> None:
         self.calls = []
 
     def push(self, text: str) -> list[Delta]:
@@ -386,7 +387,7 @@ class Parser:
 def reply(
     monkeypatch: pytest.MonkeyPatch, store: ResponseStore | None = None, *, sealed: bool = False
 ) -> ResponsesReply:
-    monkeypatch.setattr(responses_response, "AnswerParser", Parser)
+    monkeypatch.setattr(replies, "AnswerParser", Parser)
     asked = Asked({}, [USER], store, sealed)
     parsed = ParsedRequest(sampling=Sampling(), extra=asked)
     return ResponsesReply(

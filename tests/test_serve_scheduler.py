@@ -25,8 +25,7 @@ from pyllama_kvflash.errors import Interrupted, NativeError, PoolError, Snapshot
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.serve import prefixes
-from pyllama_kvflash.serve.job import Failed, Finished, Reading, Text
-from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull
+from pyllama_kvflash.serve.job import Failed, Finished, NotReady, Phase, QueueFull, Reading, Text
 
 pytestmark = pytest.mark.native
 

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 import zlib
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from starlette import responses
@@ -21,6 +21,9 @@ from pyllama_kvflash.serve.log import entry_of
 from pyllama_kvflash.serve.protocols import anthropic_response, ollama_response
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.text import to_json
+
+Read = Callable[[Request], Awaitable[bytes]]
+"""Returns a request's body. Raises RequestError."""
 
 
 class JSONResponse(responses.JSONResponse):

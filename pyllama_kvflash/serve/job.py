@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.errors import DeviceLostError, HostMemoryError, InUseError, KVFlashError, PoolError, UsageError
 from pyllama_kvflash.native import Sampling, Tokens
+from pyllama_kvflash.serve.protocols.request_error import RequestError
 
 log = logging.getLogger("kvflash.serve")
 
@@ -122,6 +124,38 @@ def failure(err: Exception) -> Failed:
         return Failed(500, str(err))
     log.error("a request failed", exc_info=err)
     return Failed(500, "an error in the server ended this request: its log has the details")
+
+
+class Phase(Enum):
+    """Phase of the scheduler. In FAILED, `error` says why."""
+
+    LOADING = "loading"
+    READY = "ok"
+    STOPPING = "stopping"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+class NotReady(RequestError):  # noqa: N818 (the request is not wrong)
+    """The scheduler admits no requests."""
+
+    def __init__(self, phase: Phase) -> None:
+        """phase: says why."""
+        if phase == Phase.FAILED:
+            super().__init__(503, broken(None).message, code="unavailable")
+        else:
+            what = "the model is loading" if phase == Phase.LOADING else "the server is stopping"
+            msg = f"{what}: try again in a few seconds"
+            super().__init__(503, msg, code="unavailable", headers={"Retry-After": "5"})
+
+
+class QueueFull(RequestError):  # noqa: N818 (as above)
+    """The queue is full."""
+
+    def __init__(self, seconds: int) -> None:
+        """seconds: an estimate until there is room."""
+        msg = f"the queue is full: try again in {seconds} s"
+        super().__init__(429, msg, code="queue_full", headers={"Retry-After": str(seconds)})
 
 
 @dataclass(eq=False, slots=True)

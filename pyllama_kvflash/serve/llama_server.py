@@ -5,23 +5,24 @@ from typing import Any
 from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import encoded
-from pyllama_kvflash.native import RANGES, Sampling, order_of
+from pyllama_kvflash.native import RANGES, order_of
 from pyllama_kvflash.serve.protocols.request_error import invalid
+from pyllama_kvflash.serve.settings import Settings
 from pyllama_kvflash.text import printable
 
 _MOST = 4 << 20  # characters of a text to tokenize: each takes some 75 bytes
 
-
 _NO_EMBEDDINGS = "this server has no embeddings: start another one for them, such as llama-server --embedding"
-UNSUPPORTED = {
-    "/embedding": _NO_EMBEDDINGS,
-    "/embeddings": _NO_EMBEDDINGS,
-    "/v1/embeddings": _NO_EMBEDDINGS,
-    "/rerank": "this server does not rank documents: start another one for that, such as llama-server --reranking",
-    "/v1/rerank": "this server does not rank documents: start another one for that, such as llama-server --reranking",
-    "/lora-adapters": "this server has no adapters: merge one into the model's file",
+_NO_RANKING = "this server does not rank documents: start another one for that, such as llama-server --reranking"
+REFUSED = {
+    "/embedding": ("POST", _NO_EMBEDDINGS),
+    "/embeddings": ("POST", _NO_EMBEDDINGS),
+    "/v1/embeddings": ("POST", _NO_EMBEDDINGS),
+    "/rerank": ("POST", _NO_RANKING),
+    "/v1/rerank": ("POST", _NO_RANKING),
+    "/lora-adapters": ("POST", "this server has no adapters: merge one into the model's file"),
 }
-"""By path: why it is refused."""
+"""Paths that are refused: the method, and why."""
 
 
 def tokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
@@ -63,12 +64,9 @@ def _piece(kv: KVFlash, token: int) -> str | list[int]:
         return list(data)
 
 
-def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps: dict[str, bool]) -> dict[str, Any]:
-    """Answer GET /props: the settings for all requests.
-
-    name: of the model. sampling: the defaults. template: replaces the model's own. caps: what the template supports.
-    """
-    s = sampling
+def props(kv: KVFlash, settings: Settings, caps: dict[str, bool]) -> dict[str, Any]:
+    """Answer GET /props: the settings for all requests. caps: what the template supports."""
+    s = settings.sampling
     params = {
         "seed": -1 if s.seed is None else s.seed,
         "temperature": s.temperature,
@@ -87,9 +85,9 @@ def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps
     return {
         "default_generation_settings": {"n_ctx": kv.options.n_ctx, "params": params},
         "total_slots": len(kv.sequences),
-        "model_alias": name,
+        "model_alias": settings.name,
         "model_path": printable(kv.model.path),
-        "chat_template": template or kv.model.meta("tokenizer.chat_template") or "",
+        "chat_template": settings.template or kv.model.meta("tokenizer.chat_template") or "",
         "chat_template_caps": caps,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"pyllama_kvflash {__version__}",

@@ -10,18 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from enum import Enum
 
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.generation import step_together
-from pyllama_kvflash.errors import (
-    HostMemoryError,
-    Interrupted,
-    PoolError,
-    SnapshotError,
-)
+from pyllama_kvflash.errors import HostMemoryError, Interrupted, PoolError, SnapshotError
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.serve.job import STOPPING, Cache, Failed, Job, broken, failure
+from pyllama_kvflash.serve.job import STOPPING, Cache, Failed, Job, NotReady, Phase, QueueFull, broken, failure
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.pool_queries import PoolQueries, Query, T
 from pyllama_kvflash.serve.prefixes import Prefixes
@@ -34,28 +28,6 @@ _LOOK_SECONDS = 0.5  # between two updates of the figures while there is work
 _LEAVE_SECONDS = 5.0  # for requests admitted just before the end to leave
 
 log = logging.getLogger("kvflash.serve")
-
-
-class Phase(Enum):
-    """Phase of the scheduler. In FAILED, `error` says why."""
-
-    LOADING = "loading"
-    READY = "ok"
-    STOPPING = "stopping"
-    CLOSED = "closed"
-    FAILED = "failed"
-
-
-class NotReady(Exception):  # noqa: N818 (the scheduler is not ready; the request is not wrong)
-    """The scheduler admits no requests; its phase says why."""
-
-
-class QueueFull(Exception):  # noqa: N818 (as above)
-    """The queue is full. seconds: an estimate until there is room."""
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__()
-        self.seconds = seconds
 
 
 class Scheduler:
@@ -103,7 +75,7 @@ class Scheduler:
         """Take a place for a request. Raises NotReady and QueueFull."""
         with self._changed:
             if self.phase != Phase.READY:
-                raise NotReady
+                raise NotReady(self.phase)
             n_waiting = self._n_admitted - len(self._slots)
             if n_waiting >= self._n_queue:
                 estimate = self._mean_seconds * (n_waiting + 1) / len(self._slots)
@@ -141,7 +113,7 @@ class Scheduler:
         """
         with self._changed:
             if self.phase != Phase.READY:
-                raise NotReady
+                raise NotReady(self.phase)
             self._changed.notify_all()
             return self._queries.put(query)
 
@@ -430,7 +402,7 @@ class Scheduler:
         with self._changed:
             jobs = list(self._waiting)
             self._waiting.clear()
-        self._queries.refuse(NotReady())
+        self._queries.refuse(NotReady(self.phase))
         for job in jobs:
             self._left("error")
             job.notify(answer)

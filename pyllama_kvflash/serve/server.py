@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 
 from pyllama_kvflash.errors import Interrupted, UsageError, number
 from pyllama_kvflash.serve.connection import Connection
-from pyllama_kvflash.serve.scheduler import Phase, Scheduler
+from pyllama_kvflash.serve.job import Phase
+from pyllama_kvflash.serve.scheduler import Scheduler
 
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 5  # for answers that are ready to be sent

@@ -18,10 +18,11 @@ from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.engine.writer import Writer
 from pyllama_kvflash.events import Token
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
-from pyllama_kvflash.serve.app import Server, Settings
-from pyllama_kvflash.serve.job import Failed, Finished, Job, Text, Update
-from pyllama_kvflash.serve.scheduler import Phase, Scheduler
+from pyllama_kvflash.serve.app import Server
+from pyllama_kvflash.serve.job import Failed, Finished, Job, Phase, Text, Update
+from pyllama_kvflash.serve.scheduler import Scheduler
 from pyllama_kvflash.serve.server import bound, config
+from pyllama_kvflash.serve.settings import Settings
 from support import needles
 from support.commands import forget_settings
 from support.rounding import Chosen, relative_rms
