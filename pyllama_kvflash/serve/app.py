@@ -214,22 +214,22 @@ class Server:
         return JSONResponse(await self._read(answer, self._responses, str(request.path_params["name"])))
 
     def _job(self, found: PreparedRequest, exchange: Exchange) -> Job:
-        """Return the job of a request. Each further answer is another job after it."""
-        parsed, job = found.parsed, None
-        for i in reversed(range(parsed.n)):
-            seed = found.sampling.seed
-            sampling = found.sampling if seed is None else replace(found.sampling, seed=(seed + i) % MAX_SEED)
-            limit = self._limit(parsed.max_tokens)
-            job = Job(
-                found.tokens, sampling, limit, found.stop, exchange.notify,
-                preserved=found.rendered.preserved if found.rendered else (), pin_seconds=parsed.pin_seconds, then=job,
-                begins=found.begins,
-                slot=parsed.id_slot, reuse=parsed.cache_prompt,
-            )  # fmt: skip
-        if job is None:
-            msg = "a request without an answer"
-            raise AssertionError(msg)
-        return job
+        """Return the job of a request. Each further answer has the next seed."""
+        parsed, first = found.parsed, found.sampling
+        seeds = [None if first.seed is None else (first.seed + i) % MAX_SEED for i in range(1, parsed.n)]
+        return Job(
+            found.tokens,
+            first,
+            self._limit(parsed.max_tokens),
+            found.stop,
+            exchange.notify,
+            preserved=found.rendered.preserved if found.rendered else (),
+            pin_seconds=parsed.pin_seconds,
+            others=[replace(first, seed=seed) for seed in seeds],
+            begins=found.begins,
+            slot=parsed.id_slot,
+            reuse=parsed.cache_prompt,
+        )
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[KVFlash, bytes]]:

@@ -39,11 +39,8 @@ class Exchange:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
     def submit(self, job: Job) -> None:
-        """Submit the job, and the jobs that follow it, to the scheduler."""
-        self._job = job
-        following: Job | None = job
-        while following is not None:
-            self._n_left, following = self._n_left + 1, following.then
+        """Submit the job to the scheduler."""
+        self._job, self._n_left = job, 1 + len(job.others)
         self._scheduler.submit(job)
 
     def __enter__(self) -> Self:

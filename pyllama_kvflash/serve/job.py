@@ -3,12 +3,9 @@
 import logging
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
 
-from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.errors import DeviceLostError, HostMemoryError, InUseError, KVFlashError, PoolError, UsageError
 from pyllama_kvflash.native import Sampling, Tokens
 from pyllama_kvflash.serve.protocols.request_error import RequestError
@@ -164,11 +161,11 @@ class Job:
 
     tokens: (n,) int32, at least one.
     max_tokens: the most tokens of the answer; -1: until the context is full.
-    notify: the scheduler's thread calls it with each Update; it must return at once. The last update is Finished or
-    Failed; only a cancelled job may end without it.
+    notify: the scheduler's thread calls it with each Update; it must return at once. The last update of each answer is Finished
+    or Failed, and no other one follows Failed; only a cancelled job may end without it.
     preserved: special tokens that belong to the text of the answer.
     pin_seconds: how long its prompt must stay in the cache on disk; 0: as long as there is room.
-    then: the job of another answer to the same prompt, served next.
+    others: the sampling of each further answer to the same prompt; they are served next.
     begins: where its messages begin, and last of all its answer; (): it is not a conversation, or that is not known.
     slot: index of the sequence to use; -1: any. reuse: whether what a sequence, or the cache on disk, has of the prompt is kept.
     """
@@ -180,25 +177,9 @@ class Job:
     notify: Callable[[Update], None]
     preserved: Collection[int] = ()
     pin_seconds: float = 0.0
-    then: "Job | None" = None
+    others: list[Sampling] = field(default_factory=list)
     begins: tuple[int, ...] = ()
     slot: int = -1
     reuse: bool = True
     cancelled: bool = False  # Scheduler.cancel() sets it
     began: float = field(default_factory=time.perf_counter)
-
-
-class Cache(Protocol):
-    """A cache on disk of text that was read before, as in snapshot.cache."""
-
-    def match(self, sequence: KVSequence, tokens: Tokens, /) -> int:
-        """Return the length of the longest cached prefix for this sequence, in tokens (n,); 0: none."""
-
-    def restore(self, sequence: KVSequence, tokens: Tokens, /) -> int:
-        """Fill a sequence with the longest cached prefix of tokens (n,). Returns its length; 0: none, the sequence is clear."""
-
-    def begin(self, sequence: KVSequence, keep_s: float = 0.0, /) -> Future[Any] | None:
-        """Start writing the present text of a sequence, which may continue meanwhile. Returns None if nothing needs writing.
-
-        keep_s: seconds during which it is evicted last.
-        """

@@ -1,11 +1,14 @@
 """Endpoints of llama-server, in its form: /props, /slots, /tokenize and /detokenize."""
 
+from dataclasses import fields
 from typing import Any
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import encoded
-from pyllama_kvflash.native import RANGES, order_of
+from pyllama_kvflash.native import order_of
+from pyllama_kvflash.serve.protocols.fields import get
+from pyllama_kvflash.serve.protocols.fields import text as required
 from pyllama_kvflash.serve.protocols.request_error import invalid
 from pyllama_kvflash.serve.settings import Settings
 from pyllama_kvflash.text import printable
@@ -27,16 +30,10 @@ REFUSED = {
 
 def tokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
     """Answer POST /tokenize: the tokens of a text. Raises RequestError."""
-    text = body.get("content")
-    if not isinstance(text, str):
-        msg = "content must be a string"
-        raise invalid(msg, "content", "invalid_type")
+    text = required(body, "content", "content")
     flags = {"add_special": False, "parse_special": True, "with_pieces": False}
-    for name in flags:
-        if not isinstance(body.get(name, False), bool):
-            msg = f"{name} must be true or false"
-            raise invalid(msg, name, "invalid_type")
-    add, parse, pieces = (bool(body.get(name, default)) for name, default in flags.items())
+    given = (get(body, name, bool) for name in flags)
+    add, parse, pieces = (usual if flag is None else flag for flag, usual in zip(given, flags.values(), strict=True))
     if len(text) > _MOST:
         msg = f"content has {len(text):,} characters: the limit is {_MOST:,}; send it in parts"
         raise invalid(msg, "content", "invalid_value")
@@ -67,21 +64,8 @@ def _piece(kv: KVFlash, token: int) -> str | list[int]:
 def props(kv: KVFlash, settings: Settings, caps: dict[str, bool]) -> dict[str, Any]:
     """Answer GET /props: the settings for all requests. caps: what the template supports."""
     s = settings.sampling
-    params = {
-        "seed": -1 if s.seed is None else s.seed,
-        "temperature": s.temperature,
-        "top_k": s.top_k,
-        "top_p": s.top_p,
-        "min_p": s.min_p,
-        "repeat_penalty": s.repeat_penalty,
-        "presence_penalty": s.presence_penalty,
-        "frequency_penalty": s.frequency_penalty,
-        **{name: getattr(s, name) for name in RANGES},
-        "dry_sequence_breakers": list(s.dry_sequence_breakers),
-        "samplers": list(order_of(s.samplers)),
-        "ignore_eos": s.ignore_eos,
-        "grammar": s.grammar,
-    }
+    params = {field.name: getattr(s, field.name) for field in fields(s)}
+    params |= {"seed": -1 if s.seed is None else s.seed, "samplers": order_of(s.samplers)}
     return {
         "default_generation_settings": {"n_ctx": kv.options.n_ctx, "params": params},
         "total_slots": len(kv.sequences),

@@ -107,29 +107,22 @@ def run(
     grace: seconds for running answers to finish after a signal. keep_alive: as for config(). Raises the scheduler's error,
     such as one of loading the model.
     """
+
+    async def serve() -> None:
+        asyncio.get_running_loop().set_exception_handler(_Exceptions(warn))
+        with _signals() as asked:
+            scheduler.start()
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            await _until_signal(scheduler, asked, note)
+            await _wind_up(scheduler, grace, note)
+            server.should_exit = True
+            await serving
+
     raise_file_limit()
     server = _Uvicorn(config(app, keep_alive=keep_alive))
-    asyncio.run(_run(server, scheduler, listening, grace, note, warn))
+    asyncio.run(serve())
     if scheduler.error is not None:
         raise scheduler.error
-
-
-async def _run(
-    server: uvicorn.Server,
-    scheduler: Scheduler,
-    listening: socket.socket,
-    grace: float,
-    note: Callable[[str], None],
-    warn: Callable[[str], None],
-) -> None:
-    asyncio.get_running_loop().set_exception_handler(_Exceptions(warn))
-    with _signals() as asked:
-        scheduler.start()
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        await _until_signal(scheduler, asked, note)
-        await _wind_up(scheduler, grace, note)
-        server.should_exit = True
-        await serving
 
 
 class _Exceptions:

@@ -13,10 +13,17 @@ from pyllama_kvflash.serve.protocols.fields import array, get, obj, ranged
 from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
 from pyllama_kvflash.serve.protocols.request_error import invalid
 
-SAMPLING = {
-    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed",
-    "grammar", "samplers", "dry_sequence_breakers", "ignore_eos", *RANGES,
-}  # fmt: skip
+_RANGES: dict[str, tuple[type[int | float], float, float]] = {
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "top_k": (int, -1, 2**31 - 1),
+    "min_p": (float, 0, 1),
+    "repeat_penalty": (float, 0.001, 1000),
+    "frequency_penalty": (float, -2, 2),
+    "presence_penalty": (float, -2, 2),
+    **RANGES,
+}
+SAMPLING = {*_RANGES, "logit_bias", "seed", "grammar", "samplers", "dry_sequence_breakers", "ignore_eos"}
 """Fields that sampling_of() reads."""
 
 MAX_STOP, MAX_STOP_CHARS = 64, 500  # the protocol allows 4 strings; autocompletion sends more
@@ -26,22 +33,13 @@ MAX_SEED = 2**32 - 1  # seeds of the sampler; those of the protocol are 64-bit
 def sampling_of(fields: Mapping[str, Any], served: Served) -> Sampling:
     """Return the settings that choose tokens. Raises RequestError."""
     found: dict[str, Any] = {
-        "temperature": ranged(fields, "temperature", float, 0, 2),
-        "top_p": ranged(fields, "top_p", float, 0, 1),
-        "top_k": ranged(fields, "top_k", int, -1, 2**31 - 1),
-        "min_p": ranged(fields, "min_p", float, 0, 1),
-        "repeat_penalty": ranged(fields, "repeat_penalty", float, 0.001, 1000),
-        "frequency_penalty": ranged(fields, "frequency_penalty", float, -2, 2),
-        "presence_penalty": ranged(fields, "presence_penalty", float, -2, 2),
-        **{name: _in_range(fields, name, served.kv.options.n_ctx) for name in RANGES},
+        **{name: _in_range(fields, name, served.kv.options.n_ctx) for name in _RANGES},
         "samplers": _order(fields.get("samplers")),
         "dry_sequence_breakers": _breakers(array(fields, "dry_sequence_breakers")),
         "ignore_eos": get(fields, "ignore_eos", bool),
         "logit_bias": _logit_bias(obj(fields, "logit_bias"), served.kv.model.n_vocab),
         "grammar": get(fields, "grammar", str),
     }
-    if found["top_k"] == -1:  # llama.cpp's value for all tokens
-        found["top_k"] = 0
     seed = get(fields, "seed", int)
     found["seed"] = None if seed in {None, -1} else seed % MAX_SEED  # -1: a random one
     try:
@@ -51,13 +49,12 @@ def sampling_of(fields: Mapping[str, Any], served: Served) -> Sampling:
 
 
 def _in_range(fields: Mapping[str, Any], name: str, n_ctx: int) -> float | None:
-    kind, low, high = RANGES[name]
-    if name in _LAST and fields.get(name) == -1:
+    kind, low, high = _RANGES[name]
+    if fields.get(name) == -1 and name in {"repeat_last_n", "dry_penalty_last_n"}:  # as many as the context has
         return int(min(n_ctx, high))
+    if fields.get(name) == -1 and name == "top_k":  # all
+        return 0
     return ranged(fields, name, kind, low, high)
-
-
-_LAST = "repeat_last_n", "dry_penalty_last_n"  # -1: as many as the context has
 
 
 def _order(value: Any) -> tuple[str, ...] | None:

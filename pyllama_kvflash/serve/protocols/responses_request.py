@@ -26,12 +26,7 @@ _KNOWN = _SAMPLING | {
     *conversation.CONTINUING,
 }  # fmt: skip
 _IGNORED = IGNORED | {"client_metadata", "max_tool_calls", "stream_options"}
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-}
+_UNSUPPORTED = {"background", "conversation", "prompt", "top_logprobs"}
 _LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
