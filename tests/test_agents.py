@@ -7,12 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 from support import agents, serving, tiny
 from support.agents import Messages, Turn
 from support.changes import SERVE

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.oracles import ON_CPU
 
@@ -179,22 +178,6 @@ def test_a_lazy_grammar_begins_with_its_trigger(kv: KVFlash) -> None:
     assert set(lazy[len(before + trigger) :]) <= set("xyz")
     never = answer(kv, "On and on.", Grammar('root ::= "\x01"', lazy=True, patterns=("\x01\x02",)))
     assert never == plain
-
-
-def test_how_likely_tokens_were(kv: KVFlash) -> None:
-    """By the logits, before a temperature or a grammar."""
-    kv.clear()
-    events = list(kv.generate("One, two,", max_tokens=1, sampling=Sampling(temperature=0, n_probs=3)))
-    (token,) = [e for e in events if isinstance(e, Token)]
-    kv.clear()
-    kv.decode(kv.tokenize("One, two,"))
-    logits = kv.logits().astype(float)
-    logits -= logits.max()
-    logprobs = logits - np.log(np.exp(logits).sum())
-    assert token.probs
-    assert token.probs.logprob == pytest.approx(logprobs[token.id], abs=1e-6)
-    assert [t for t, _ in token.probs.top] == np.argsort(-logprobs, kind="stable")[:3].tolist()
-    assert token.probs.top[0] == (token.id, token.probs.logprob)
 
 
 #

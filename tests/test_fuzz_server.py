@@ -9,12 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 from support import alike, serving
 from support.bodies import COUNT, GOOD, MESSAGE, OLLAMA_CHAT, RESPONSES, bodies, body, fault
 from support.changes import SERVE

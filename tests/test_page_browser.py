@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 pytest.importorskip("selenium")
 
 from selenium.webdriver import Chrome

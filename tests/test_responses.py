@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 from support import serving
 from support.serving import Running
 
@@ -253,7 +247,7 @@ def test_not_kept(server: Running) -> None:
 def test_a_session_stays_warm(server: Running) -> None:
     """Of each turn only what is new is read: its input, the turn's frame, and at most the last token of the answer."""
     name, n_before = None, 0
-    for turn in range(20):
+    for turn in range(8):
         found = ask(
             server, f"Question {turn}: where is it?", previous_response_id=name, tools=[ADD], max_output_tokens=8
         )
@@ -305,38 +299,6 @@ def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 #
 # refused, and left out
 #
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({}, "input is missing"),
-        ({"input": []}, "input is missing"),
-        ({"input": 5}, "input is an integer"),
-        ({"input": [5]}, "input[0] is an integer"),
-        ({"input": [{"type": 5}]}, "input[0].type"),
-        ({"input": [{"type": "message", "role": "tool", "content": "x"}]}, "input[0].role is 'tool'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0] is of the type 'input_image'"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "b"}]}, "input[0].arguments is missing"),
-        ({"input": [{"type": "function_call_output", "output": "b"}]}, "input[0].call_id is missing"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id is 'msg_1', which is not kept"),
-        ({"input": "x", "background": True}, "background is not supported"),
-        ({"input": "x", "conversation": "conv_1"}, "conversation is not supported"),
-        ({"input": "x", "include": ["message.output_text.logprobs"]}, "does not support"),
-        ({"input": "x", "include": [5]}, "include is not"),
-        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "x", "truncation": "some"}, "truncation is 'some'"),
-        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format has no schema"),
-        ({"input": "x", "tools": [{"type": "web_search"}, {"type": "function", "name": "a", "parameters": 5}]}, "tools[1].parameters is an integer"),
-        ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice is 'required' without tools"),
-        ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice.type is 'web_search'"),
-        ({"input": "x" * 50_000}, "context"),
-    ],
-)  # fmt: skip
-def test_refused(server: Running, body: dict[str, Any], words: str) -> None:
-    res = server.post(body, PATH)
-    assert res.status_code == 400, res.text
-    assert words in res.json()["error"]["message"]
 
 
 def test_left_out(server: Running) -> None:

@@ -8,13 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
 from support import serving
 from support.rounding import Chosen
 from support.serving import N_CODE, Asked, alone, check_all, parse_metrics, scheduling, tokens_of, until
@@ -25,7 +18,7 @@ from pyllama_kvflash.errors import Interrupted, NativeError, PoolError, Snapshot
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.serve import prefixes
-from pyllama_kvflash.serve.job import Failed, Finished, NotReady, Phase, QueueFull, Reading, Text
+from pyllama_kvflash.serve.job import Failed, Finished, NotReady, Phase, Reading, Text
 
 pytestmark = pytest.mark.native
 
@@ -40,7 +33,7 @@ def test_a_long_prompt_does_not_stop_an_answer() -> None:
         first = Asked(scheduler, tokens_of(20), 60, lambda u: order.append("answer") if isinstance(u, Text) else None)
         until(lambda: "answer" in order)
         long = Asked(
-            scheduler, tokens_of(3000, 1), 2, lambda u: order.append("read") if isinstance(u, Reading) else None
+            scheduler, tokens_of(1500, 1), 2, lambda u: order.append("read") if isinstance(u, Reading) else None
         )
         until(lambda: "read" in order)
         short = Asked(
@@ -49,10 +42,10 @@ def test_a_long_prompt_does_not_stop_an_answer() -> None:
         assert first.done.n_answer == 60
         assert long.done.n_answer == short.done.n_answer + 1 == 2
     reads = [i for i, what in enumerate(order) if what == "read"]
-    assert len(reads) == 24, "batches of 128"
+    assert len(reads) == 12, "batches of 128"
     assert order.index("short") < reads[-2]
     between = [order[a:b].count("answer") for a, b in itertools.pairwise(reads)]
-    assert sum(between) >= 20
+    assert sum(between) >= 8
     assert max(between) <= 3
 
 
@@ -367,19 +360,6 @@ def test_damage_that_is_found_in_an_answer(
         assert len(broken) == 2
         assert chosen.n_held == 2 * 30
     assert caplog.text.count("the record of chunk 3 was changed; the text is read again") == 1
-
-
-def test_admission() -> None:
-    with scheduling(n_queue=1, n_parallel=1) as scheduler:
-        scheduler.admit()
-        scheduler.admit()
-        with pytest.raises(QueueFull):
-            scheduler.admit()
-        scheduler.leave()
-        scheduler.admit()
-        scheduler.leave()
-        scheduler.leave()
-        assert scheduler.n_admitted == 0
 
 
 def test_a_request_whose_sequence_is_taken() -> None:

@@ -9,9 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
 
-import httpx
 import numpy as np
 import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)  # who imports this file needs no such line
+pytest.importorskip("httpx")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import httpx
 import uvicorn
 
 from pyllama_kvflash import KVFlash, Sampling
