@@ -71,22 +71,15 @@ def pieces(rendered: Rendered, text: str, size: int) -> list[Delta]:
     return [d for part in parts for d in reply.push(part)] + reply.push("", partial=False)
 
 
-def test_what_the_template_can(engine: ChatEngine) -> None:
-    assert engine.caps["supports_tools"]
-    assert engine.caps["supports_tool_calls"]
-
-
-def test_tools_are_in_the_prompt(engine: ChatEngine) -> None:
-    prompt = engine.apply(request()).prompt
-    assert '"name": "weather"' in prompt
-    assert prompt.endswith("<|im_start|>assistant\n")
-
-
 def test_a_conversation_with_calls_and_results(engine: ChatEngine) -> None:
     call = {"id": "abc", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "abc", "content": "five"}
     prompt = engine.apply(request(messages=[ASKED, said, result])).prompt
+    assert engine.caps["supports_tools"]
+    assert engine.caps["supports_tool_calls"]
+    assert '"name": "weather"' in prompt
+    assert prompt.endswith("<|im_start|>assistant\n")
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>' in prompt
     assert "<tool_response>\nfive\n</tool_response>" in prompt
 

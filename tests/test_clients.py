@@ -22,7 +22,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from support import real, serving
 from support.changes import SERVE
-from support.serving import NAME, Running
+from support.serving import NAME, TOOLS_TEMPLATE, Running
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.serve.scheduler import Scheduler
@@ -34,7 +34,6 @@ environment = serving.environment
 model = real.model
 
 KEY = "a-key"
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text()
 CITIES = ["Bergen", "Lima", "Pune"]
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -79,7 +78,7 @@ def server(model: Path) -> Iterator[Running]:
         )
 
     scheduler = Scheduler(open_model, n_queue=8)
-    with Running(scheduler, key=KEY, n_predict=64, template=TEMPLATE) as running:
+    with Running(scheduler, api_key=KEY, n_predict=64, template=TOOLS_TEMPLATE) as running:
         yield running
 
 

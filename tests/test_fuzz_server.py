@@ -5,14 +5,13 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support import alike, serving
 from support.bodies import COUNT, GOOD, MESSAGE, OLLAMA_CHAT, RESPONSES, bodies, body, fault
 from support.changes import SERVE
-from support.serving import Running, until
+from support.serving import TOOLS_TEMPLATE, Running, until
 
 from pyllama_kvflash.serve.protocols.fields import MAX_DEPTH
 
@@ -21,13 +20,12 @@ pytestmark = [pytest.mark.native, pytest.mark.slow]
 environment = serving.environment
 
 N = 300
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text()
 JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with Running(n_predict=2, template=TEMPLATE) as running:
+    with Running(n_predict=2, template=TOOLS_TEMPLATE) as running:
         yield running
 
 

@@ -131,10 +131,6 @@ def test_around_it(server: Running) -> None:
     assert get("/lora-adapters").json() == []
     messages = {"messages": [{"role": "user", "content": "So on."}]}
     assert server.http.post("/apply-template", json=messages).json() == {"prompt": "So on."}
-    for path in ("/embeddings", "/v1/embeddings", "/rerank"):
-        res = server.http.post(path, json={"input": "x"})
-        assert res.status_code == 501
-        assert "another one for" in res.json()["error"]["message"]
 
 
 def test_autocompletion_may_give_up_later(server: Running) -> None:

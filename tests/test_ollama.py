@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support import serving
 from support.oracles import ON_CPU
 from support.serving import NAME, Running
+from support.serving import TOOLS_TEMPLATE as TEMPLATE
 
 from pyllama_kvflash import Sampling
 from pyllama_kvflash.native import ChatEngine, Model, Rendered
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.native
 
 environment = serving.environment
 
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text("utf-8")
 THINKING = TEMPLATE.replace(
     "{{- '<|im_start|>assistant\\n' + (message.content or '') }}",
     "{{- '<|im_start|>assistant\\n' }}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' if message.reasoning_content }}"
@@ -299,13 +298,3 @@ def test_nothing_to_say_loads_the_model(server: Running, path: str, key: str, sa
         found = post(server, path, **body)
         assert (found[key], found["done"], found["done_reason"]) == (said, True, reason)
     assert server.idle()
-
-
-@pytest.mark.parametrize("path", [
-    "/api/embed", "/api/embeddings", "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete",
-])  # fmt: skip
-def test_what_the_server_does_not_do(server: Running, path: str) -> None:
-    res = server.http.request("DELETE" if path == "/api/delete" else "POST", path, json={"model": "x"})
-    assert res.status_code == 501
-    assert set(res.json()) == {"error"}
-    assert "this server has" in res.json()["error"]

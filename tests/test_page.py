@@ -136,12 +136,12 @@ def test_without_the_page_there_is_nothing() -> None:
         for path in (*webui.OPEN, "/kvflash/pool", "/kvflash/chunk?sequence=0&chunk=0"):
             refused(running.http.get(path), 404)
         refused(running.post({}, "/kvflash/pin"), 404)
-    with Running(webui=False, key="secret") as running:
+    with Running(webui=False, api_key="secret") as running:
         refused(httpx.get(running.url), 401)
 
 
 def test_the_files_need_no_key_and_the_pool_does() -> None:
-    with Running(key="secret") as running, httpx.Client(base_url=running.url) as stranger:
+    with Running(api_key="secret") as running, httpx.Client(base_url=running.url) as stranger:
         for path in webui.OPEN:
             assert stranger.get(path).status_code == 200
         assert 'data-needs-key="yes"' in stranger.get("/").text

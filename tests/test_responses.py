@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import serving
-from support.serving import Running
+from support.serving import TOOLS_TEMPLATE, Running
 
 from pyllama_kvflash.native import Delta, Rendered, Sampling
 from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing
@@ -23,9 +22,9 @@ from pyllama_kvflash.serve.protocols.responses_store import Kept, ResponseStore,
 pytestmark = pytest.mark.native
 
 environment = serving.environment
+server = serving.with_tools
 
 PATH = "/v1/responses"
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text("utf-8")
 ADD = {
     "type": "function",
     "name": "add",
@@ -33,12 +32,6 @@ ADD = {
 }
 NAMESPACE = {"type": "namespace", "name": "agents", "description": "", "tools": [ADD]}  # as Codex sends it
 QUESTION = "What is the secret code?"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with Running(template=TEMPLATE) as running:
-        yield running
 
 
 def ask(server: Running, given: Any, **more: Any) -> Any:
@@ -319,7 +312,7 @@ def test_left_out(server: Running) -> None:
         "'input[2].other'",
     ):
         assert words in res.headers["KVFlash-Warning"]
-    with Running(template=TEMPLATE, strict=True) as strict:
+    with Running(template=TOOLS_TEMPLATE, strict=True) as strict:
         res = strict.post({"input": "x", "tools": [NAMESPACE]}, PATH)
         assert res.status_code == 400
         assert "tools[0] ('namespace' 'agents') cannot be used" in res.text

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import serving
 from support.commands import good as run
 from support.gbnf import Grammar
-from support.serving import Running, environment, sse  # noqa: F401 (a fixture for all)
+from support.serving import TOOLS_TEMPLATE, Running, sse
 
 from pyllama_kvflash.chat.engine import ChatTemplate
 from pyllama_kvflash.native import ChatEngine, Model, Rendered, Reply
@@ -18,8 +19,10 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 
 pytestmark = pytest.mark.native
 
+environment = serving.environment
+server = serving.with_tools
+
 ROOT = Path(__file__).parent.parent
-TOOLS_JINJA = (ROOT / "tests" / "data" / "tools.jinja").read_text("utf-8")
 NAMED_JINJA = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
@@ -53,13 +56,7 @@ def model() -> Iterator[Model]:
         yield res
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with Running(template=TOOLS_JINJA) as running:
-        yield running
-
-
-def rendered(model: Model, template: str = TOOLS_JINJA, **asked: Any) -> Rendered:
+def rendered(model: Model, template: str = TOOLS_TEMPLATE, **asked: Any) -> Rendered:
     return ChatTemplate(model, template).rendered(HI, **asked)
 
 
@@ -95,7 +92,7 @@ def test_an_odd_tool_does_not_loosen_the_others(model: Model) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "ok"}}])
-@pytest.mark.parametrize("template", [TOOLS_JINJA, NAMED_JINJA])
+@pytest.mark.parametrize("template", [TOOLS_TEMPLATE, NAMED_JINJA])
 def test_the_model_sees_schemas_as_they_are(model: Model, template: str, choice: Any) -> None:
     """The prompt is that of the tools that cannot be called, whatever is called: what was read of it need not be read again."""
     tools = [OK, TREE, ANYTHING, *ODD]
@@ -103,7 +100,7 @@ def test_the_model_sees_schemas_as_they_are(model: Model, template: str, choice:
     plain = ChatEngine(model, template).apply(request).prompt
     assert all(json.dumps(t["function"]["parameters"]) in plain for t in tools)
     assert rendered(model, template, tools=tools, tool_choice=choice).prompt == plain
-    if choice == "auto" and template == TOOLS_JINJA:
+    if choice == "auto" and template == TOOLS_TEMPLATE:
         assert (
             rendered(model, template, tools=tools, tool_choice=choice, json_schema={"type": "integer"}).prompt == plain
         )
@@ -223,15 +220,6 @@ def test_a_strict_tool_is_refused_by_name(server: Running, parameters: Any, plac
 
 def form(schema: Any, *, strict: bool = True) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "t", "strict": strict, "schema": schema}}
-
-
-P = {"type": "object", "properties": {"p": {"type": "number", "minimum": 0, "maximum": 1}}, "required": ["p"]}
-
-
-def test_a_number_keeps_to_its_bounds(server: Running) -> None:
-    asked = [{"role": "user", "content": 'Reply {"p": -7}'}]
-    res = post(server, messages=asked, response_format=form(P), max_tokens=60, temperature=2, seed=1).json()
-    assert 0 <= json.loads(res["choices"][0]["message"]["content"])["p"] <= 1
 
 
 BAD = [

@@ -235,7 +235,7 @@ def test_an_engine_error_as_clients_see_it(server: Running, monkeypatch: pytest.
 
 
 def test_key() -> None:
-    with Running(key="secret") as running, httpx.Client(base_url=running.url) as http:
+    with Running(api_key="secret") as running, httpx.Client(base_url=running.url) as http:
         assert http.get("/health").status_code == 200
         for headers in (
             {},

@@ -264,7 +264,7 @@ def test_a_body_that_cannot_be_decoded(server: Running, encoding: str, data: byt
 
 
 def test_paths_begin_with_a_prefix() -> None:
-    with Running(api_prefix="/a/llm", key="secret") as running, httpx.Client(base_url=running.url) as stranger:
+    with Running(api_prefix="/a/llm", api_key="secret") as running, httpx.Client(base_url=running.url) as stranger:
         assert running.text(prompt="x", max_tokens=1)
         assert running.http.get("/v1/models").status_code == 200
         assert stranger.get("/health").status_code == 200

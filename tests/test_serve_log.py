@@ -74,7 +74,7 @@ def test_a_client_that_leaves_a_stream(running: Running) -> None:
 
 @pytest.mark.slow
 def test_no_key_and_bodies() -> None:
-    with Running(key="a-key", log_bodies=True) as running:
+    with Running(api_key="a-key", log_bodies=True) as running:
         assert httpx.post(f"{running.url}/v1/completions", json=BODY).status_code == 401
         running.post({**BODY, "api_key": "a-key"})
         refused, body, unknown, answered = lines(running, 4)

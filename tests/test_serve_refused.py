@@ -1,8 +1,6 @@
 """Requests that are refused: each by a sentence that names the field, in the form of the protocol that it was sent in."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,12 @@ from support.bodies import OLLAMA_CHAT as OLLAMA
 from support.bodies import OLLAMA_GENERATE as GENERATE
 from support.serving import Running
 
+from pyllama_kvflash.serve import llama_server, ollama
+
 pytestmark = pytest.mark.native
 
 environment = serving.environment
+server = serving.with_tools
 
 SAYS = {"messages": [{"role": "user", "content": "x"}]}
 USUAL: dict[str, dict[str, Any]] = {
@@ -235,13 +236,6 @@ CASES: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
 """By path: what is wrong, the field that is named (None: the protocol names none), and words of the sentence."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    template = (Path(__file__).parent / "data" / "tools.jinja").read_text("utf-8")
-    with Running(max_body=64 << 10, template=template) as running:
-        yield running
-
-
 @pytest.mark.parametrize("path", CASES)
 def test_requests_that_are_refused(server: Running, path: str) -> None:
     for more, param, words in CASES[path]:
@@ -253,3 +247,11 @@ def test_requests_that_are_refused(server: Running, path: str) -> None:
         assert words in message, (more, message)
         assert param is None or error["param"] == param, (more, message)
     assert server.idle()
+
+
+@pytest.mark.parametrize("path", llama_server.REFUSED | ollama.REFUSED)
+def test_what_the_server_does_not_have(server: Running, path: str) -> None:
+    method, why = (llama_server.REFUSED | ollama.REFUSED)[path]
+    res = server.http.request(method, path, json={"model": "x"})
+    assert (res.status_code, fault(path, 400, res.text)) == (501, ""), "the error is of the path's protocol"
+    assert why in res.text

@@ -3,14 +3,13 @@ what it says hangs on grammars alone.
 """
 
 import json
-import string
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import Running, environment, open_needle, parse_metrics, sse, until  # noqa: F401 (a fixture for all)
+from support import serving
+from support.serving import TOOLS_TEMPLATE, Running, open_needle, parse_metrics, sse, until
 
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.serve import prompt
@@ -21,7 +20,9 @@ from pyllama_kvflash.snapshot.cache import PrefixCache
 
 pytestmark = pytest.mark.native
 
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text("utf-8")
+environment = serving.environment
+server = serving.with_tools
+
 ADD = {
     "name": "add",
     "description": "Add numbers.",
@@ -36,12 +37,6 @@ CHAT = {"messages": ASKS, "temperature": 0, "max_tokens": 300, "parallel_tool_ca
 ASK = {"messages": ASKS, "temperature": 0, "max_tokens": 300}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with Running(template=TEMPLATE) as running:
-        yield running
-
-
 def chat(server: Running, **more: Any) -> Any:
     res = server.post({**CHAT, **more}, "/v1/chat/completions")
     assert res.status_code == 200, res.text
@@ -52,20 +47,6 @@ def message(server: Running, **more: Any) -> Any:
     res = server.post({**ASK, **more}, "/v1/messages")
     assert res.status_code == 200, res.text
     return res.json()
-
-
-def test_a_call(server: Running) -> None:
-    choice = chat(server, tools=[TOOL, OTHER], tool_choice={"type": "function", "function": {"name": "add"}})[
-        "choices"
-    ][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] is None
-    (call,) = choice["message"]["tool_calls"][:1]
-    assert call["type"] == "function"
-    assert call["function"]["name"] == "add"
-    arguments = json.loads(call["function"]["arguments"])
-    assert arguments["a"] in {1, 2}
-    assert arguments["b"] == 3
 
 
 def test_streamed_calls_come_in_pieces(server: Running) -> None:
@@ -167,13 +148,6 @@ def test_several_answers(server: Running, stream: bool) -> None:
     assert server.health()["queue"] == 0
 
 
-def test_several_answers_and_a_client_that_leaves(server: Running) -> None:
-    body = {**CHAT, "max_tokens": 1000, "n": 100, "stream": True, "temperature": 1.5}
-    with server.http.stream("POST", "/v1/chat/completions", json=body) as res:
-        next(res.iter_text())
-    until(server.idle)
-
-
 def test_how_likely_the_tokens_of_a_chat_were(server: Running) -> None:
     choice = chat(server, max_tokens=5, logprobs=True, top_logprobs=2)["choices"][0]
     told = choice["logprobs"]["content"]
@@ -231,14 +205,6 @@ def test_a_message(server: Running) -> None:
     usage = res["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == want["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == 6
-
-
-def test_a_message_ends_with_a_stop_sequence(server: Running) -> None:
-    letters = [*string.ascii_letters, *string.digits, " ", "\n"]
-    res = message(server, max_tokens=50, stop_sequences=letters)
-    assert res["stop_reason"] == "stop_sequence"
-    assert res["stop_sequence"] in letters
-    assert not set(letters) & set("".join(block["text"] for block in res["content"]))
 
 
 def test_a_tool_in_messages(server: Running) -> None:
@@ -327,7 +293,7 @@ def test_a_prompt_that_is_only_read(server: Running) -> None:
 
 def test_a_message_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is counted, and refused in the words that clients look for before they shorten it. In pieces, too."""
-    with Running(n_ctx=512, pool="off", template=TEMPLATE) as server:
+    with Running(n_ctx=512, pool="off", template=TOOLS_TEMPLATE) as server:
         text = [{"role": "user", "content": "word " * 750}]
         n = n_tokens(server, messages=text)
         assert n > 750
@@ -355,7 +321,7 @@ def test_a_message_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_of_the_other_protocol() -> None:
-    with Running(key="k") as running:
+    with Running(api_key="k") as running:
         res = running.http.post("/v1/messages", json={}, headers={"Authorization": "", "x-api-key": "wrong"})
         assert res.status_code == 401
         assert res.json()["error"]["type"] == "authentication_error"
@@ -367,7 +333,7 @@ def test_errors_of_the_other_protocol() -> None:
 def test_a_marked_prompt_stays_in_the_cache(tmp_path: Path) -> None:
     """Though little of it is new, it is written, and it goes last."""
     cache = PrefixCache(tmp_path, 1 << 30)
-    with Running(Scheduler(open_needle(), n_queue=8, cache=cache), template=TEMPLATE) as running:
+    with Running(Scheduler(open_needle(), n_queue=8, cache=cache), template=TOOLS_TEMPLATE) as running:
         marked = [{"type": "text", "text": "On and on. " * 40, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
         message(running, system=marked, max_tokens=1)
         until(lambda: len(cache.entries()) == 1)
