@@ -134,35 +134,6 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     check_usage(completion.usage, 4)
 
 
-def test_openai_tools_streamed(client: openai.OpenAI) -> None:
-    """A call in parts, its result told, and an answer to that."""
-    ask = {**CHAT, "tools": TOOLS[:1], "max_tokens": 64, "stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(client.chat.completions.create(**ask, tool_choice="required", parallel_tool_calls=False))
-    assert chunks[-1].choices == []
-    check_usage(chunks[-1].usage)
-    choices = [c.choices[0] for c in chunks[:-1]]
-    assert [c.finish_reason for c in choices if c.finish_reason] == ["tool_calls"]
-    assert not "".join(c.delta.content or "" for c in choices)
-    parts = [call for c in choices for call in c.delta.tool_calls or ()]
-    assert len(parts) > 3, "as it is written"
-    assert {part.index for part in parts} == {0}
-    assert [part.id for part in parts if part.id] == [parts[0].id]
-    assert [part.function.name for part in parts if part.function.name] == ["weather"]
-    arguments = "".join(part.function.arguments or "" for part in parts)
-    check_arguments(arguments)
-    call = {"id": parts[0].id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
-    told = [
-        *ask["messages"],
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call["id"], "content": FOUND},
-    ]
-    chunks = list(client.chat.completions.create(**{**ask, "messages": told, "max_tokens": 12}, tool_choice="none"))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1])
-    assert not any(c.choices[0].delta.tool_calls for c in chunks[:-1])
-    assert chunks[-2].choices[0].finish_reason in {"stop", "length"}
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 50, "what both turns begin with is read once"
-
-
 class Weather(BaseModel):
     city: Literal["Bergen", "Lima"]
     days: int

@@ -123,6 +123,11 @@ CASES: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"tool_choice": "required"}, "tool_choice", "without tools"),
         ({"tools": [FUNCTION], "tool_choice": "often"}, "tool_choice", "auto, none, required"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "which is not in tools"),
+        ({"top_a": 0.1}, "top_a", "top_a is not supported by this server: leave it out"),
+        ({"num_beams": 2}, "num_beams", "num_beams is not supported by this server: leave it out, or give 1"),
+        ({"best_of": True}, "best_of", "best_of is not supported"),
+        ({"lora": [{"id": 0}]}, "lora", "lora is not supported"),
+        ({"guided_regex": "a+"}, "guided_regex", "guided_regex is not supported"),
     ],
     COMPLETION: [
         ({"prompt": None}, "prompt", "prompt must be"),

@@ -31,24 +31,6 @@ def test_neutral_values_are_taken(server: Running) -> None:
     assert "KVFlash-Warning" not in res.headers
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("top_a", 0.1),
-        ("num_beams", 2),
-        ("echo", True),
-        ("best_of", True),
-        ("lora", [{"id": 0}]),
-        ("guided_regex", "a+"),
-    ],
-)
-def test_what_would_change_the_answer_is_refused(server: Running, field: str, value: Any) -> None:
-    res = server.post({**SAYS, field: value}, CHAT)
-    assert res.status_code == 400, res.text
-    assert res.json()["error"]["param"] == field
-    assert f"{field} is not supported by this server" in res.json()["error"]["message"]
-
-
 def test_unknown_fields_are_named_once(server: Running) -> None:
     body = {"max_token": 5, "bl\n\u00e9": [], "stream_options": {"usage": True}, "stream": True}
     messages = [{"role": "user", "content": "On and on.", "mood": "glad"}]

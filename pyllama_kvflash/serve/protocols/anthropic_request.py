@@ -156,21 +156,14 @@ def _assistant(blocks: Sequence[dict[str, Any]], at: str) -> dict[str, Any]:
 
 
 def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    tools: list[Any] = []
-    for i, value in enumerate(array(fields, "tools") or ()):
-        at = f"tools[{i}]"
-        tool = as_object(value, at, "name and input_schema")
-        if tool.get("type") is not None and tool["type"] != "custom":
-            msg = f"{at}.type is {repr(tool['type'])[:100]}: this server has no tools of its own, only custom ones"
-            raise invalid(msg, f"{at}.type", "unsupported_parameter")
-        function = {
-            "name": text(tool, "name", f"{at}.name"),
-            "description": get(tool, "description", str, f"{at}.description"),
-            "parameters": tool.get("input_schema"),
-            "strict": tool.get("strict"),
-        }
-        tools.append({"type": "function", "function": function})
-    return conversation.tools(tools, "tools[{}].input_schema")
+    tools = array(fields, "tools") or []
+    for i, tool in enumerate(tools):
+        which = tool.get("type") if isinstance(tool, dict) else None
+        if which not in (None, "custom"):
+            at = f"tools[{i}].type"
+            msg = f"{at} is {repr(which)[:100]}: this server has no tools of its own, only custom ones"
+            raise invalid(msg, at, "unsupported_parameter")
+    return conversation.tools(tools, "", "input_schema")
 
 
 def _choice(

@@ -193,47 +193,50 @@ def _arguments(given: str) -> str:
 
 
 def tools(
-    value: Any, parameters: str = "tools[{}].function.parameters", places: Sequence[int] | None = None
+    value: Any, inside: str = "function", schema: str = "parameters", places: Sequence[int] | None = None
 ) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a request. parameters: the name of a tool's schema in messages.
+    """Return the tools of a request, in the form of the OpenAI protocol.
 
+    inside: the field of a tool that has its name; "": the tool itself. schema: the field beside the name that has the schema.
     places: of the tools in the request, where some are left out. Raises RequestError.
     """
     given = array({"tools": value}, "tools") or []
     if len(given) > MAX_TOOLS:
         raise invalid(f"tools has {len(given)} tools: the limit is {MAX_TOOLS}", "tools", "invalid_value")
     numbered = zip(places or range(len(given)), given, strict=True)
-    res = tuple(_tool(tool, f"tools[{i}]", parameters.format(i)) for i, tool in numbered)
+    res = tuple(_tool(tool, f"tools[{i}]", inside, schema) for i, tool in numbered)
     names = [tool["function"]["name"] for tool in res]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise invalid(f"tools has two tools with the name {twice}: rename one", "tools", "invalid_value")
     return res
 
 
-def _tool(value: Any, at: str, parameters: str) -> dict[str, Any]:
-    given = as_object(value, at, "type and function")
-    one_of(given, "type", ("function",), f"{at}.type")
-    function = as_object(given.get("function"), f"{at}.function", "a name")
-    name = text(function, "name", f"{at}.function.name")
+def _tool(value: Any, at: str, inside: str, schema: str) -> dict[str, Any]:
+    given = as_object(value, at, f"type and {inside or 'name'}")
+    if inside:
+        one_of(given, "type", ("function",), f"{at}.type")
+        at = f"{at}.{inside}"
+        given = as_object(given.get(inside), at, "a name")
+    name = text(given, "name", f"{at}.name")
     if not _NAME.fullmatch(name):
-        msg = f"{at}.function.name is {name[:100]!r}: give up to 128 letters, digits, dots, dashes and underscores"
-        raise invalid(msg, f"{at}.function.name", "invalid_value")
-    res = {
+        msg = f"{at}.name is {name[:100]!r}: give up to 128 letters, digits, dots, dashes and underscores"
+        raise invalid(msg, f"{at}.name", "invalid_value")
+    function = {
         "name": name,
-        "description": get(function, "description", str, f"{at}.function.description") or "",
-        "parameters": _parameters(function, at, parameters),
+        "description": get(given, "description", str, f"{at}.description") or "",
+        "parameters": _parameters(given, at, schema),
     }
-    return {"type": "function", "function": res}
+    return {"type": "function", "function": function}
 
 
-def _parameters(function: Mapping[str, Any], at: str, name: str) -> dict[str, Any] | bool:
+def _parameters(function: Mapping[str, Any], at: str, key: str) -> dict[str, Any] | bool:
     """Return the schema of a tool's arguments. If it cannot be enforced, a strict tool is refused. For other tools the grammar
     leaves such parts out.
     """
-    given = function.get("parameters")
+    given, name = function.get(key), f"{at}.{key}"
     if given is not None and not isinstance(given, dict | bool):
         raise invalid(f"{name} is {kind(given)}: give a JSON schema, an object", name, "invalid_type")
-    if given is not None and get(function, "strict", bool, f"{at}.function.strict"):
+    if given is not None and get(function, "strict", bool, f"{at}.strict"):
         with _schema_errors(name):
             refuse_loosened(check_arguments(given))
     return {} if given is None else given

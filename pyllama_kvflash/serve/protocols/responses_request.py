@@ -272,9 +272,9 @@ def _tools(given: list[Any], unknown: Unknown) -> tuple[dict[str, Any], ...]:
             named = f" {tool['name'][:100]!a}" if isinstance(tool.get("name"), str) else ""
             unknown.leave_out(f"{at} ({which[:100]!a}{named})", "this server offers functions only")
             continue
-        res.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
+        res.append(tool)
         places.append(i)
-    return conversation.tools(res, "tools[{}].parameters", places)
+    return conversation.tools(res, "", places=places)
 
 
 def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[tuple[dict[str, Any], ...], str | dict[str, Any]]:
