@@ -5,8 +5,7 @@ from typing import Any
 
 from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing, TokenLogprob
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
-from pyllama_kvflash.serve.protocols.reply import Reply, event
-from pyllama_kvflash.serve.protocols.timings import progress, timings
+from pyllama_kvflash.serve.protocols.reply import Reply, event, progress, timings
 
 _STOPS = {"eos": "eos", "stop": "word", "length": "limit", "context": "limit", "interrupted": "none"}
 

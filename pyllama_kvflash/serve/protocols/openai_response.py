@@ -10,9 +10,8 @@ from pyllama_kvflash.native import Delta
 from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing, TokenLogprob
 from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser, call_objects
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
-from pyllama_kvflash.serve.protocols.reply import REASONS, Reply, event
+from pyllama_kvflash.serve.protocols.reply import REASONS, Reply, event, progress, timings
 from pyllama_kvflash.serve.protocols.request_error import RequestError
-from pyllama_kvflash.serve.protocols.timings import progress, timings
 
 DONE = b"data: [DONE]\n\n"
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pyllama_kvflash.serve.job import Finished, Reading, Text
+from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing
 from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser
 from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, PreparedRequest, Served, TooLong
 from pyllama_kvflash.serve.protocols.request_error import RequestError
@@ -23,6 +23,34 @@ def event(value: dict[str, Any], name: str | None = None) -> bytes:
     head = f"event: {name}\n" if name else ""
     data = to_json(value, ensure_ascii=False, separators=(",", ":")).translate(_BREAKS)
     return f"{head}data: {data}\n\n".encode()
+
+
+def timings(timing: Timing, n_prompt: int) -> dict[str, Any]:
+    """Return the times of an answer, as llama-server has them. n_prompt: tokens of its prompt, with those that were not read again."""
+    res: dict[str, Any] = {"cache_n": n_prompt - timing.n_read}
+    for name, n, seconds in (
+        ("prompt", timing.n_read, timing.read_s),
+        ("predicted", timing.n_answer, timing.answer_s),
+    ):
+        res |= {
+            f"{name}_n": n,
+            f"{name}_ms": round(seconds * 1e3, 3),
+            f"{name}_per_token_ms": round(seconds * 1e3 / n, 3) if n else 0.0,
+            f"{name}_per_second": round(n / seconds, 3) if seconds else 0.0,
+        }
+    if timing.n_drafted:
+        res |= {"draft_n": timing.n_drafted, "draft_n_accepted": timing.n_accepted}
+    return res
+
+
+def progress(reading: Reading) -> dict[str, Any]:
+    """Return how much of a prompt is read, as llama-server has it."""
+    return {
+        "total": reading.total,
+        "cache": reading.cached,
+        "processed": reading.done,
+        "time_ms": round(reading.seconds * 1e3),
+    }
 
 
 class Reply(ABC):
