@@ -1,5 +1,6 @@
 """An agent's turns, by a server: what is read again when a conversation goes another way, and two agents by turns."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,12 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 from support import agents, serving, tiny
 from support.agents import Messages, Turn
 from support.changes import SERVE
@@ -77,6 +72,18 @@ def served(path: Path, cache: PrefixCache | None = None, **options: Any) -> Iter
         yield Agents(server)
 
 
+@pytest.fixture(scope="module")
+def alone(paths: Callable[[str], Path]) -> Callable[[str], list[int]]:
+    """How many tokens a server of a kind reads of each of three turns, if it has one agent."""
+
+    @functools.cache
+    def reads(kind: str) -> list[int]:
+        with served(paths(kind)) as server:
+            return [turn.read for turn in agents.replay(server.ask, 3)]
+
+    return reads
+
+
 def check_turns(kind: str, turns: list[Turn]) -> None:
     """Dense models read nothing again. Others read from the last checkpoint on: the beginning of an answer, since a checkpoint is
     before it, and all where the first message is another one, since the first checkpoint is at its end.
@@ -134,13 +141,13 @@ def by_turns(server: Agents, n: int) -> dict[str, list[Turn]]:
 
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("hybrid", marks=pytest.mark.nightly(SERVE))])
-def test_two_agents_on_two_sequences_keep_their_own(paths: Callable[[str], Path], kind: str) -> None:
+def test_two_agents_on_two_sequences_keep_their_own(
+    paths: Callable[[str], Path], alone: Callable[[str], list[int]], kind: str
+) -> None:
     """Though they share more than their conversations are long, at first. Each is read as if it were alone."""
     with served(paths(kind), n_parallel=2) as server:
         both = by_turns(server, 3)
-    with served(paths(kind)) as server:
-        alone = agents.replay(server.ask, 3)
-    assert [turn.read for turn in both["one"]] == [turn.read for turn in alone]
+    assert [turn.read for turn in both["one"]] == alone(kind)
     for turns in both.values():
         assert turns[0].known == 0, "the second agent takes the empty sequence"
         for turn in turns[1:]:
@@ -148,7 +155,9 @@ def test_two_agents_on_two_sequences_keep_their_own(paths: Callable[[str], Path]
 
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("hybrid", marks=pytest.mark.nightly(SERVE))])
-def test_two_agents_on_one_sequence(paths: Callable[[str], Path], kind: str, tmp_path: Path) -> None:
+def test_two_agents_on_one_sequence(
+    paths: Callable[[str], Path], alone: Callable[[str], list[int]], kind: str, tmp_path: Path
+) -> None:
     """What they share stays in memory; the rest of each comes back from disk, all but the end of a chunk and a beginning of an
     answer. Without a disk it is read again.
     """
@@ -157,8 +166,6 @@ def test_two_agents_on_one_sequence(paths: Callable[[str], Path], kind: str, tmp
             assert 1000 < turn.known < 1700, "the system message and the tools"
     with served(paths(kind), PrefixCache(tmp_path, 1 << 30), n_parallel=1, snapshots=True) as server:
         both = by_turns(server, 3)
-    alone = {"dense": 0, "hybrid": OPENER}[kind]
-    with served(paths(kind)) as server:
-        reads = [turn.read for turn in agents.replay(server.ask, 3)]
-    for turn, read in zip(both["one"][1:], reads[1:], strict=True):
-        assert turn.read <= read + CHUNK + alone
+    again = {"dense": 0, "hybrid": OPENER}[kind]
+    for turn, read in zip(both["one"][1:], alone(kind)[1:], strict=True):
+        assert turn.read <= read + CHUNK + again

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.oracles import ON_CPU
 
@@ -72,22 +71,15 @@ def pieces(rendered: Rendered, text: str, size: int) -> list[Delta]:
     return [d for part in parts for d in reply.push(part)] + reply.push("", partial=False)
 
 
-def test_what_the_template_can(engine: ChatEngine) -> None:
-    assert engine.caps["supports_tools"]
-    assert engine.caps["supports_tool_calls"]
-
-
-def test_tools_are_in_the_prompt(engine: ChatEngine) -> None:
-    prompt = engine.apply(request()).prompt
-    assert '"name": "weather"' in prompt
-    assert prompt.endswith("<|im_start|>assistant\n")
-
-
 def test_a_conversation_with_calls_and_results(engine: ChatEngine) -> None:
     call = {"id": "abc", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "abc", "content": "five"}
     prompt = engine.apply(request(messages=[ASKED, said, result])).prompt
+    assert engine.caps["supports_tools"]
+    assert engine.caps["supports_tool_calls"]
+    assert '"name": "weather"' in prompt
+    assert prompt.endswith("<|im_start|>assistant\n")
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>' in prompt
     assert "<tool_response>\nfive\n</tool_response>" in prompt
 
@@ -179,22 +171,6 @@ def test_a_lazy_grammar_begins_with_its_trigger(kv: KVFlash) -> None:
     assert set(lazy[len(before + trigger) :]) <= set("xyz")
     never = answer(kv, "On and on.", Grammar('root ::= "\x01"', lazy=True, patterns=("\x01\x02",)))
     assert never == plain
-
-
-def test_how_likely_tokens_were(kv: KVFlash) -> None:
-    """By the logits, before a temperature or a grammar."""
-    kv.clear()
-    events = list(kv.generate("One, two,", max_tokens=1, sampling=Sampling(temperature=0, n_probs=3)))
-    (token,) = [e for e in events if isinstance(e, Token)]
-    kv.clear()
-    kv.decode(kv.tokenize("One, two,"))
-    logits = kv.logits().astype(float)
-    logits -= logits.max()
-    logprobs = logits - np.log(np.exp(logits).sum())
-    assert token.probs
-    assert token.probs.logprob == pytest.approx(logprobs[token.id], abs=1e-6)
-    assert [t for t, _ in token.probs.top] == np.argsort(-logprobs, kind="stable")[:3].tolist()
-    assert token.probs.top[0] == (token.id, token.probs.logprob)
 
 
 #

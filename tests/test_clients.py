@@ -15,20 +15,16 @@ from typing import Any, Literal
 
 import pytest
 
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
 pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 import openai
-from pydantic import BaseModel
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 from support import real, serving
 from support.changes import SERVE
-from support.serving import NAME, Running
+from support.serving import NAME, TOOLS_TEMPLATE, Running
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.native import ChatEngine, Model
 from pyllama_kvflash.serve.scheduler import Scheduler
 
 # what others' code warns of is theirs: it differs by version
@@ -38,7 +34,6 @@ environment = serving.environment
 model = real.model
 
 KEY = "a-key"
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text()
 CITIES = ["Bergen", "Lima", "Pune"]
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -83,7 +78,7 @@ def server(model: Path) -> Iterator[Running]:
         )
 
     scheduler = Scheduler(open_model, n_queue=8)
-    with Running(scheduler, key=KEY, n_predict=64, template=TEMPLATE) as running:
+    with Running(scheduler, api_key=KEY, n_predict=64, template=TOOLS_TEMPLATE) as running:
         yield running
 
 
@@ -108,14 +103,6 @@ def check_usage(usage: Any, n_answer: int = 64) -> None:
     assert 0 < usage.completion_tokens <= n_answer
     assert usage.prompt_tokens > 0
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-
-
-def test_the_template_has_tools(model: Path) -> None:
-    """As llama.cpp reads it, so that tools are not just text of the prompt."""
-    with Model.load(model, no_alloc=True) as loaded:
-        caps = ChatEngine(loaded, TEMPLATE).caps
-    assert caps["supports_tools"]
-    assert caps["supports_tool_calls"]
 
 
 #
@@ -147,35 +134,6 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     check_usage(completion.usage, 4)
 
 
-def test_openai_tools_streamed(client: openai.OpenAI) -> None:
-    """A call in parts, its result told, and an answer to that."""
-    ask = {**CHAT, "tools": TOOLS[:1], "max_tokens": 64, "stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(client.chat.completions.create(**ask, tool_choice="required", parallel_tool_calls=False))
-    assert chunks[-1].choices == []
-    check_usage(chunks[-1].usage)
-    choices = [c.choices[0] for c in chunks[:-1]]
-    assert [c.finish_reason for c in choices if c.finish_reason] == ["tool_calls"]
-    assert not "".join(c.delta.content or "" for c in choices)
-    parts = [call for c in choices for call in c.delta.tool_calls or ()]
-    assert len(parts) > 3, "as it is written"
-    assert {part.index for part in parts} == {0}
-    assert [part.id for part in parts if part.id] == [parts[0].id]
-    assert [part.function.name for part in parts if part.function.name] == ["weather"]
-    arguments = "".join(part.function.arguments or "" for part in parts)
-    check_arguments(arguments)
-    call = {"id": parts[0].id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
-    told = [
-        *ask["messages"],
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call["id"], "content": FOUND},
-    ]
-    chunks = list(client.chat.completions.create(**{**ask, "messages": told, "max_tokens": 12}, tool_choice="none"))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1])
-    assert not any(c.choices[0].delta.tool_calls for c in chunks[:-1])
-    assert chunks[-2].choices[0].finish_reason in {"stop", "length"}
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 50, "what both turns begin with is read once"
-
-
 class Weather(BaseModel):
     city: Literal["Bergen", "Lima"]
     days: int
@@ -199,6 +157,61 @@ def test_openai_raises_what_the_server_refuses(client: openai.OpenAI, server: Ru
     with pytest.raises(openai.InternalServerError, match="this server has no embeddings"):  # 501, as llama-server's
         client.embeddings.create(model=NAME, input="x")
     assert server.idle()
+
+
+#
+# the Responses API
+#
+
+
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+CITY: Any = openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}
+
+
+def test_openai_responses(client: openai.OpenAI) -> None:
+    first = client.responses.create(model=NAME, input="Hi. " * 40, max_output_tokens=8, temperature=0)
+    assert first.output_text
+    assert first.usage is not None
+    then = client.responses.create(model=NAME, input="And?", previous_response_id=first.id, max_output_tokens=8)
+    assert then.usage is not None
+    assert then.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="not kept here"):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model=NAME, input="And?", previous_response_id=first.id)
+
+
+def test_events_have_what_the_schema_requires(server: Running) -> None:
+    """Strictly: the library itself takes events without fields that it requires."""
+    for more in ({}, {"tools": [CITY], "tool_choice": "required"}):
+        body = {"input": "Hi", "stream": True, "max_output_tokens": 64, "temperature": 0, **more}
+        lines = server.post(body, "/v1/responses").text.splitlines()
+        kinds = set()
+        for line in lines:
+            if line.startswith("data: "):
+                event = EVENT.validate_json(line.removeprefix("data: "))
+                kinds.add(event.type)
+        assert {
+            "response.created",
+            "response.function_call_arguments.delta" if more else "response.output_text.delta",
+        } <= kinds
+
+
+def test_openai_responses_with_tools(client: openai.OpenAI) -> None:
+    asked: Any = {"model": NAME, "tools": [CITY], "tool_choice": "required", "parallel_tool_calls": False}
+    given: list[Any] = [{"role": "user", "content": "Which city?"}]
+    with client.responses.stream(input=given, **asked) as stream:
+        for _ in stream:
+            pass
+        found = stream.get_final_response()
+    call = found.output[0]
+    assert call.type == "function_call"
+    assert set(call.parsed_arguments) == {"city", "days", "dry"}
+    given += [*found.output, {"type": "function_call_output", "call_id": call.call_id, "output": "clear"}]
+    after = client.responses.create(input=given, **{**asked, "tool_choice": "none"}, max_output_tokens=4)
+    assert after.output_text
 
 
 #

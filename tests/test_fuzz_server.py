@@ -5,20 +5,13 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 from support import alike, serving
 from support.bodies import COUNT, GOOD, MESSAGE, OLLAMA_CHAT, RESPONSES, bodies, body, fault
 from support.changes import SERVE
-from support.serving import Running, until
+from support.serving import TOOLS_TEMPLATE, Running, until
 
 from pyllama_kvflash.serve.protocols.fields import MAX_DEPTH
 
@@ -27,13 +20,12 @@ pytestmark = [pytest.mark.native, pytest.mark.slow]
 environment = serving.environment
 
 N = 300
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text()
 JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with Running(n_predict=2, template=TEMPLATE) as running:
+    with Running(n_predict=2, template=TOOLS_TEMPLATE) as running:
         yield running
 
 
@@ -86,7 +78,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         (
             MESSAGE,
             {**HELLO, "output_config": {"format": {"type": "json_schema"}}},
-            "output_config.format.schema is missing",
+            "output_config.format has no schema",
         ),
         (
             MESSAGE,

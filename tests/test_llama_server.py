@@ -6,12 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 from support import agents, serving
 from support.changes import SERVE
 from support.rewritten import rewritten
@@ -129,30 +123,6 @@ def test_without_what_is_known_an_answer_is_the_same_to_the_bit(options: dict[st
         assert first[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/completion", {}, "prompt"),
-        ("/completion", {"prompt": "x", "n_predict": -2}, "n_predict"),
-        ("/completion", {"prompt": "x", "n_predict": "1"}, "n_predict"),
-        ("/completion", {"prompt": "x", "n_probs": 5000}, "n_probs"),
-        ("/completion", {"prompt": "x", "id_slot": 2}, "id_slot"),
-        ("/completion", {"prompt": "x", "cache_prompt": 1}, "cache_prompt"),
-        ("/completion", {"prompt": "x", "response_fields": [1]}, "response_fields"),
-        ("/completion", {"prompt": "x", "return_tokens": True}, "return_tokens"),
-        ("/infill", {"input_prefix": "x"}, "input_suffix"),
-        ("/infill", {"input_prefix": "x", "input_suffix": "y"}, "input_prefix"),
-        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
-        ("/v1/completions", {"prompt": [1], "suffix": "y"}, "suffix"),
-        ("/apply-template", {"messages": 5}, "messages"),
-    ],
-)
-def test_bad_requests(server: Running, path: str, body: dict[str, Any], param: str) -> None:
-    res = server.post(body, path) if path != "/apply-template" else server.http.post(path, json=body)
-    assert res.status_code == 400, res.text
-    assert res.json()["error"]["param"] == param
-
-
 def test_around_it(server: Running) -> None:
     get = server.http.get
     (model,) = get("/models").json()["data"]
@@ -161,10 +131,6 @@ def test_around_it(server: Running) -> None:
     assert get("/lora-adapters").json() == []
     messages = {"messages": [{"role": "user", "content": "So on."}]}
     assert server.http.post("/apply-template", json=messages).json() == {"prompt": "So on."}
-    for path in ("/embeddings", "/v1/embeddings", "/rerank"):
-        res = server.http.post(path, json={"input": "x"})
-        assert res.status_code == 501
-        assert "another one for" in res.json()["error"]["message"]
 
 
 def test_autocompletion_may_give_up_later(server: Running) -> None:

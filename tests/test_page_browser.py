@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 pytest.importorskip("selenium")
 
 from selenium.webdriver import Chrome
@@ -151,7 +148,7 @@ def test_layers_choose_for_themselves(
 
 
 def test_the_key_is_asked_for(driver: Chrome) -> None:
-    with Running(key="secret") as running:
+    with Running(api_key="secret") as running:
         page = Page(driver, running.url)
         page.open()
         dialog = page.one("#key-dialog")

@@ -13,6 +13,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("jinja2")
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from support.alike import FORMS, Conversation, Said
+from support.bodies import CHAT, MESSAGE, RESPONSES
 
 from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.chat.engine import ChatTemplate
@@ -23,6 +25,7 @@ from pyllama_kvflash.serve.prompt import PromptBuilder
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 from pyllama_kvflash.serve.protocols.table import ANSWERS
+from pyllama_kvflash.serve.settings import Settings
 
 pytestmark = pytest.mark.native
 
@@ -128,106 +131,38 @@ def test_a_conversation_of_nothing() -> None:
 # one rule for all protocols
 #
 
-CALL = {"name": "shot", "arguments": "{}"}
-PICTURE = "iVBORw0KGgo="
-DATA = f"data:image/png;base64,{PICTURE}"
-CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
+ASKS, CALLS = Said("user", "What is on the screen?"), Said("assistant", None, calls=True)
 
 
-def say(kind: str, value: Any) -> dict[str, Any]:
-    """A message in each protocol. kind: a role, with a content; a call; a tool's result; or given, by protocol."""
-    if kind == "result":
-        texts = [value] if isinstance(value, str) else value
-        blocks = {
-            "text": (
-                lambda t: {"type": "text", "text": t},
-                lambda t: {"type": "text", "text": t},
-                lambda t: {"type": "input_text", "text": t},
-            ),
-            "picture": (
-                lambda _: {"type": "image_url", "image_url": {"url": DATA}},
-                lambda _: {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PICTURE}},
-                lambda _: {"type": "input_image", "image_url": DATA},
-            ),
-        }
-        parts = [[blocks["picture" if t is PICTURE else "text"][i](t) for t in texts or ()] for i in range(3)]
-        chat, anthropic, responses = (p if texts is not None else None for p in parts)
-        ollama = {
-            "content": "\n".join(t for t in texts or () if t is not PICTURE),
-            "images": [t for t in texts or () if t is PICTURE],
-        }
-        return {
-            CHAT: {"role": "tool", "tool_call_id": "c1", "content": chat},
-            MESSAGES: {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": anthropic}]},
-            RESPONSES: {"type": "function_call_output", "call_id": "c1", "output": responses},
-            OLLAMA: {"role": "tool", "tool_name": "shot", **ollama},
-        }
-    if kind == "given":
-        return dict(value)
-    if kind == "call":
-        return {
-            CHAT: {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "c1", "type": "function", "function": CALL}],
-            },
-            MESSAGES: {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "shot", "input": {}}]},
-            RESPONSES: {"type": "function_call", "call_id": "c1", **CALL},
-            OLLAMA: {"role": "assistant", "tool_calls": [{"function": {"name": "shot", "arguments": {}}}]},
-        }
-    roles = {CHAT: kind, MESSAGES: "system" if kind == "developer" else kind, RESPONSES: kind, OLLAMA: kind}
-    return {path: {"role": role, "content": value} for path, role in roles.items()}
+def says(text: Any) -> Said:
+    return Said("assistant", text)
 
 
-USER_SAYS = ("user", "What is on the screen?")
-SAME: dict[str, tuple[list[tuple[str, Any]], dict[str, Any], str]] = {
-    "a turn": ([USER_SAYS], {}, "<user><begin>"),
-    "an empty last message": ([USER_SAYS, ("assistant", "")], {}, "<user><begin>"),
-    "one of no parts": ([USER_SAYS, ("assistant", [])], {}, "<user><begin>"),
-    "one that is null": ([USER_SAYS, ("assistant", None)], {}, "<user><begin>"),
-    "one of a space": ([USER_SAYS, ("assistant", " ")], {}, "<user><begin>"),
-    "a text to continue": ([USER_SAYS, ("assistant", "It shows")], {}, "<user><begin>It shows"),
-    "the same by name": (
-        [USER_SAYS, ("assistant", "It shows")],
-        {"continue_final_message": True},
-        "<user><begin>It shows",
-    ),
-    "without a new header": (
-        [USER_SAYS, ("assistant", "It shows")],
-        {"add_generation_prompt": False},
-        "<user><begin>It shows",
-    ),
-    "a text that has ended": (
-        [USER_SAYS, ("assistant", "Yes")],
-        {"continue_final_message": False},
-        "<user><begin>Yes<end><begin>",
-    ),
-    "no content within": ([("user", []), ("assistant", []), USER_SAYS], {}, "<none><begin><end><user><begin>"),
-    "leading systems": ([("system", "A"), ("developer", "B"), USER_SAYS], {}, "<system>A\n\nB<end><user><begin>"),
-    "a later system": (
-        [USER_SAYS, ("assistant", "Yes"), ("system", "C"), USER_SAYS],
-        {},
-        "<user><begin>Yes<end><system>C<end><user><begin>",
-    ),
-    "a result": ([USER_SAYS, ("call", None), ("result", "taken")], {}, "<user><call><tool>taken<end><begin>"),
-    "a result of nothing": ([USER_SAYS, ("call", None), ("result", None)], {}, "<user><call><tool><end><begin>"),
-    "a result of no parts": ([USER_SAYS, ("call", None), ("result", [])], {}, "<user><call><tool><end><begin>"),
-    "a picture": (
-        [USER_SAYS, ("call", None), ("result", ["taken", PICTURE])],
-        {},
-        "<user><call><tool>taken\n[image: this model reads text only]<end><begin>",
-    ),
-    "a picture beside nothing": (
-        [USER_SAYS, ("call", None), ("result", ["", PICTURE])],
-        {},
-        "<user><call><tool>[image: this model reads text only]<end><begin>",
-    ),
-    "a picture alone": (
-        [USER_SAYS, ("call", None), ("result", [PICTURE])],
-        {},
-        "<user><call><tool>[image: this model reads text only]<end><begin>",
-    ),
-}
+def result(text: Any, *, picture: bool = False) -> Said:
+    return Said("tool", text, picture=picture)
+
+
+NAMED, HEADLESS = {"continue_final_message": True}, {"add_generation_prompt": False}
+UNSEEN = "[image: this model reads text only]"
+SAME: dict[str, tuple[list[Said], dict[str, Any], str]] = {
+    "a turn": ([ASKS], {}, "<user><begin>"),
+    "an empty last message": ([ASKS, says("")], {}, "<user><begin>"),
+    "one of no parts": ([ASKS, says([])], {}, "<user><begin>"),
+    "one that is null": ([ASKS, says(None)], {}, "<user><begin>"),
+    "one of a space": ([ASKS, says(" ")], {}, "<user><begin>"),
+    "a text to continue": ([ASKS, says("It shows")], {}, "<user><begin>It shows"),
+    "the same by name": ([ASKS, says("It shows")], NAMED, "<user><begin>It shows"),
+    "without a new header": ([ASKS, says("It shows")], HEADLESS, "<user><begin>It shows"),
+    "a text that has ended": ([ASKS, says("Yes")], {"continue_final_message": False}, "<user><begin>Yes<end><begin>"),
+    "no content within": ([Said("user", []), says([]), ASKS], {}, "<none><begin><end><user><begin>"),
+    "leading systems": ([Said("system", "A"), Said("developer", "B"), ASKS], {}, "<system>A\n\nB<end><user><begin>"),
+    "a later system": ([ASKS, says("Yes"), Said("system", "C"), ASKS], {}, "<user><begin>Yes<end><system>C<end><user><begin>"),
+    "a result": ([ASKS, CALLS, result("taken")], {}, "<user><call><tool>taken<end><begin>"),
+    "a result of nothing": ([ASKS, CALLS, result(None)], {}, "<user><call><tool><end><begin>"),
+    "a result of no parts": ([ASKS, CALLS, result([])], {}, "<user><call><tool><end><begin>"),
+    "a picture": ([ASKS, CALLS, result("taken", picture=True)], {}, f"<user><call><tool>taken\n{UNSEEN}<end><begin>"),
+    "a picture beside nothing": ([ASKS, CALLS, result("", picture=True)], {}, f"<user><call><tool>{UNSEEN}<end><begin>"),
+}  # fmt: skip
 """Conversations, with fields of the request, and the prompt that each protocol makes of them."""
 SHORT = {
     "<user>": "<|im_start|>user\nWhat is on the screen?<|im_end|>\n",
@@ -235,29 +170,23 @@ SHORT = {
     "<begin>": "<|im_start|>assistant\n",
     "<end>": "<|im_end|>\n",
     "<system>": "<|im_start|>system\n",
-    "<call>": "<|im_start|>assistant\n[shot]<|im_end|>\n",
+    "<call>": "<|im_start|>assistant\n[weather]<|im_end|>\n",
     "<tool>": "<|im_start|>tool\n",
 }
 WITH_CALLS = SIMPLE.replace(
     "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
 )
-MOST = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens", OLLAMA: "options"}
 
 
-def body(path: str, said: list[tuple[str, Any]], more: dict[str, Any]) -> bytes:
-    messages = [say(*one)[path] for one in said]
-    limit = {MOST[path]: {"num_predict": 1} if path == OLLAMA else 1}
-    return json.dumps({"input" if path == RESPONSES else "messages": messages, **limit, **more}).encode()
-
-
-def prompt(kv: KVFlash, path: str, said: list[tuple[str, Any]], more: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    builder = PromptBuilder("m", Sampling(), WITH_CALLS, ResponseStore(None))
-    prepared = builder.prepare(kv, body(path, said, more), ANSWERS[path])
+def prompt(kv: KVFlash, path: str, said: list[Said], more: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    builder = PromptBuilder(Settings("m", Sampling(), template=WITH_CALLS), ResponseStore())
+    body = {**FORMS[path](Conversation(None, tuple(said), tools=False)), **more}
+    prepared = builder.prepare(kv, json.dumps(body).encode(), ANSWERS[path])
     assert prepared.rendered is not None
     return prepared.rendered.prompt, prepared.warnings
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, OLLAMA])
+@pytest.mark.parametrize("path", FORMS)
 @pytest.mark.parametrize("name", SAME)
 def test_protocols_have_one_rule(name: str, path: str, kv: KVFlash) -> None:
     said, more, short = SAME[name]
@@ -268,33 +197,18 @@ def test_protocols_have_one_rule(name: str, path: str, kv: KVFlash) -> None:
     assert any("the model sees only the type" in warning for warning in warnings) == ("picture" in name)
 
 
+BOTH, NEITHER = ({"continue_final_message": one, "add_generation_prompt": one} for one in (True, False))
 REFUSED = {
-    "nothing to continue": (
-        [USER_SAYS],
-        {"continue_final_message": True},
-        "the last message is not a text of the assistant",
-    ),
-    "an empty one to continue": (
-        [USER_SAYS, ("assistant", "")],
-        {"continue_final_message": True},
-        "is not a text of the assistant",
-    ),
-    "both": (
-        [USER_SAYS, ("assistant", "A")],
-        {"continue_final_message": True, "add_generation_prompt": True},
-        "are both true",
-    ),
-    "neither": (
-        [USER_SAYS, ("assistant", "A")],
-        {"continue_final_message": False, "add_generation_prompt": False},
-        "are both false",
-    ),
-    "a picture of the user": ([("user", [{"type": "image"}])], {}, "text"),
-    "nothing said": ([("user", None)], {}, "null"),
+    "nothing to continue": ([ASKS], NAMED, "the last message is not a text of the assistant"),
+    "an empty one to continue": ([ASKS, says("")], NAMED, "is not a text of the assistant"),
+    "both": ([ASKS, says("A")], BOTH, "are both true"),
+    "neither": ([ASKS, says("A")], NEITHER, "are both false"),
+    "a picture of the user": ([Said("user", [{"type": "image"}])], {}, "text"),
+    "nothing said": ([Said("user", None)], {}, "null"),
 }
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("path", [CHAT, MESSAGE, RESPONSES])
 @pytest.mark.parametrize("name", REFUSED)
 def test_protocols_refuse_the_same(name: str, path: str, kv: KVFlash) -> None:
     said, more, says = REFUSED[name]
@@ -316,21 +230,15 @@ def test_protocols_refuse_the_same(name: str, path: str, kv: KVFlash) -> None:
     ],
     ids=json.dumps,
 )
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, OLLAMA])
+@pytest.mark.parametrize("path", FORMS)
 def test_what_no_result_is_gets_refused(path: str, value: Any, kv: KVFlash) -> None:
-    given = {
-        CHAT: {"role": "tool", "tool_call_id": "c1", "content": value},
-        MESSAGES: {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": value}]},
-        RESPONSES: {"type": "function_call_output", "call_id": "c1", "output": value},
-        OLLAMA: {"role": "tool", "tool_name": "shot", "content": value},
-    }
     with pytest.raises(RequestError, match=r"\.(content|output)(\[0\])?\b.* (is|has) .*"):
-        prompt(kv, path, [USER_SAYS, ("call", None), ("given", given)], {})
+        prompt(kv, path, [ASKS, CALLS, result(value)], {})
 
 
 def test_a_call_cannot_follow_a_text(kv: KVFlash) -> None:
-    said = [USER_SAYS, ("assistant", "I will")]
-    tools = {"tools": [{"type": "function", "function": {"name": "shot"}}]}
+    said = [ASKS, says("I will")]
+    tools = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
     with pytest.raises(RequestError, match="the answer must call a tool, and continues the text of the last message"):
         prompt(kv, CHAT, said, {**tools, "tool_choice": "required"})
     assert prompt(kv, CHAT, said, tools)[0].endswith("<|im_start|>assistant\nI will")

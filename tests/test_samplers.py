@@ -395,37 +395,6 @@ def test_the_command_line_sets_them() -> None:
 #
 
 
-@pytest.mark.parametrize(
-    ("given", "param", "words"),
-    [
-        ({"repeat_last_n": -2}, "repeat_last_n", "repeat_last_n is -2, and must be from 0 to 1,048,576"),
-        ({"mirostat": 1.5}, "mirostat", "give an integer"),
-        ({"ignore_eos": 1}, "ignore_eos", "give true or false"),
-        (
-            {"samplers": "top_k;best"},
-            "samplers",
-            "samplers has 'best', which is not a sampler: the names are penalties, ",
-        ),
-        ({"samplers": [1]}, "samplers", "samplers is not a string, or an array of names"),
-        ({"dry_sequence_breakers": "a"}, "dry_sequence_breakers", "give an array"),
-        ({"dry_sequence_breakers": [1]}, "dry_sequence_breakers", "is not an array of up to 32 strings"),
-        ({"ignore_eos": True, "grammar": 'root ::= "a"'}, "grammar", "cannot be combined"),
-        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "response_format", "cannot be combined"),
-    ],
-    ids=str,
-)
-def test_requests_that_are_refused(server: Running, given: dict[str, Any], param: str, words: str) -> None:
-    for path, asks in (
-        ("/v1/completions", {"prompt": "x"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
-    ):
-        res = server.post({**asks, **given}, path)
-        assert res.status_code == 400
-        error = res.json()["error"]
-        assert words in error["message"]
-        assert error["param"] in {param, "grammar", "response_format"}
-
-
 @pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")
 def test_requests_have_the_tokens_of_their_settings(server: Running) -> None:
     """Those that Python draws with the same Sampling, each after others of the same server."""

@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 import httpx
 import openai
@@ -93,15 +90,15 @@ def test_limit_of_the_server() -> None:
         assert res["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_the_context_ends_an_answer(server: Running) -> None:
-    n = SMALL["n_ctx"] - 2
-    res = server.post({"prompt": [100] * n, "max_tokens": 50}).json()
-    assert res["choices"][0]["finish_reason"] in {"length", "stop"}
-    assert res["usage"]["completion_tokens"] <= 3
-    res = server.post({"prompt": [100] * (n + 3), "max_tokens": 50})
-    assert res.status_code == 400
-    assert res.json()["error"]["code"] == "context_length_exceeded"
-    assert "4,097 tokens, and the context 4,096" in res.json()["error"]["message"]
+def test_the_context_ends_an_answer() -> None:
+    with Running(n_ctx=512, pool="off") as running:
+        res = running.post({"prompt": [100] * 510, "max_tokens": 50}).json()
+        assert res["choices"][0]["finish_reason"] in {"length", "stop"}
+        assert res["usage"]["completion_tokens"] <= 3
+        res = running.post({"prompt": [100] * 513, "max_tokens": 50})
+        assert res.status_code == 400
+        assert res.json()["error"]["code"] == "context_length_exceeded"
+        assert "513 tokens, and the context 512" in res.json()["error"]["message"]
 
 
 #
@@ -109,87 +106,6 @@ def test_the_context_ends_an_answer(server: Running) -> None:
 #
 
 SAYS = {"messages": [{"role": "user", "content": "x"}]}
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "words"),
-    [
-        ({}, "messages", "at least one message"),
-        ({"messages": []}, "messages", "at least one message"),
-        ({"messages": "x"}, "messages", "array"),
-        ({"messages": [1]}, "messages[0]", "an integer: give an object"),
-        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "'function'"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0]", "tool_calls"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "give one of system"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is null"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "only text"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", "null"),
-        ({"messages": [{"role": "user", "content": "ab\ud800"}]}, "messages",
-         "messages[0].content is not Unicode text: half of a surrogate pair at character 2"),
-        ({**SAYS, "stop": ["a", "\udfff"]}, "stop", "stop[1] is not Unicode text"),
-        ({**SAYS, "grammar": 'root ::= "\ud800"'}, "grammar", "grammar is not Unicode text"),
-        ({**SAYS, "logit_bias": {"\ud83d": 1}}, "logit_bias", "a name in logit_bias is not Unicode text"),
-        ({**SAYS, "tools": [{"type": "function", "function": {"name": "f", "description": "\ud83d!"}}]}, "tools",
-         "tools[0].function.description is not Unicode text: half of a surrogate pair at character 0"),
-        ({**SAYS, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "has 1,025 tokens: the limit is 1,024"),
-        ({**SAYS, "seed": 1, "top_k": 2**40}, "top_k", "is 1,099,511,627,776, and must be from -1 to 2,147,483,647"),
-        ({**SAYS, "temperature": 2.0000000000001}, "temperature", "must be from 0 to 2"),
-        ({**SAYS, "max_tokens": 2**31}, "max_tokens", "is 2,147,483,648, and must be 2,147,483,647 or less"),
-        ({**SAYS, "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage",
-         "stream_options.include_usage is an integer: give true or false"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": {}}]}, "messages[0].tool_calls", "an object: give an array"),
-        ({**SAYS, "temperature": 2.5}, "temperature", "2.5, and must be from 0 to 2"),
-        ({**SAYS, "temperature": "1"}, "temperature", "a string: give a number"),
-        ({**SAYS, "temperature": True}, "temperature", "true or false: give a number"),
-        ({**SAYS, "temperature": 10**400}, "temperature", "give a number"),
-        ({**SAYS, "temperature": float("nan")}, "temperature", "must be from 0 to 2"),
-        ({**SAYS, "top_p": -1}, "top_p", "must be from 0 to 1"),
-        ({**SAYS, "top_k": 1.5}, "top_k", "a number: give an integer"),
-        ({**SAYS, "top_k": 10**400}, "top_k", "must be from -1"),
-        ({**SAYS, "min_p": float("inf")}, "min_p", "must be from 0 to 1"),
-        ({**SAYS, "seed": "a"}, "seed", "give an integer"),
-        ({**SAYS, "max_tokens": 0}, "max_tokens", "must be 1 or more"),
-        ({**SAYS, "max_completion_tokens": -4}, "max_completion_tokens", "must be 1 or more"),
-        ({**SAYS, "stop": 5}, "stop", "not a string, or an array"),
-        ({**SAYS, "stop": ["a"] * 65}, "stop", "up to 64"),
-        ({**SAYS, "stop": "a" * 1000}, "stop", "more than 500 characters"),
-        ({**SAYS, "n": 0}, "n", "must be from 1 to 128"),
-        ({**SAYS, "n": True}, "n", "give an integer"),
-        ({**SAYS, "logprobs": 1}, "logprobs", "give true or false"),
-        ({**SAYS, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
-        ({**SAYS, "top_logprobs": 1}, "top_logprobs", "needs logprobs: true"),
-        ({**SAYS, "reasoning_effort": 1}, "reasoning_effort", "give a string"),
-        ({**SAYS, "chat_template_kwargs": []}, "chat_template_kwargs", "give an object"),
-        ({**SAYS, "response_format": 5}, "response_format", "give an object"),
-        ({**SAYS, "response_format": {}}, "response_format.type", "give one of text, json_object, json_schema"),
-        ({**SAYS, "response_format": {"type": "xml"}}, "response_format.type", "response_format.type is 'xml'"),
-        ({**SAYS, "response_format": {"type": "json_schema"}}, "response_format", "has no schema"),
-        ({**SAYS, "response_format": {"type": "json_schema", "json_schema": 1}}, "response_format.json_schema", "give an object"),
-        ({**SAYS, "response_format": {"type": "json_object", "schema": {"type": "x"}}}, "response_format.schema/type", "schema cannot be used"),
-        ({**SAYS, "response_format": {"type": "json_object"}, "grammar": "x"}, "response_format", "give one of them"),
-        ({**SAYS, "json_schema": {}, "grammar": "x"}, "grammar", "give one of them"),
-        ({**SAYS, "json_schema": {"$ref": "#/x"}}, "json_schema/$ref", "schema cannot be used"),
-        ({**SAYS, "frequency_penalty": 2.5}, "frequency_penalty", "must be from -2 to 2"),
-        ({**SAYS, "presence_penalty": -3}, "presence_penalty", "must be from -2 to 2"),
-        ({**SAYS, "logit_bias": []}, "logit_bias", "give an object"),
-        ({**SAYS, "logit_bias": {"a": 1}}, "logit_bias", "'a', which is not a token"),
-        ({**SAYS, "logit_bias": {"4096": 1}}, "logit_bias", "ids are 0 to 4,095"),
-        ({**SAYS, "logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5 is 101, and must be from -100 to 100"),
-        ({**SAYS, "\udc80": 5}, None, "a name in the body is not Unicode text"),
-        ({**SAYS, "stream": "yes"}, "stream", "give true or false"),
-        ({**SAYS, "stream": True, "stream_options": 1}, "stream_options", "an integer"),
-    ],
-)  # fmt: skip
-def test_bad_chats(server: Running, body: dict[str, Any], param: str, words: str) -> None:
-    data = json.dumps(body)
-    res = server.http.post("/v1/chat/completions", content=data, headers={"Content-Type": "application/json"})
-    assert res.status_code == 400, res.text
-    error = res.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == param
-    assert words in error["message"]
 
 
 TO = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -219,39 +135,6 @@ def test_an_answer_in_the_form_that_is_asked_for(server: Running, form: dict[str
     assert type(value["n"]) is int
 
 
-def test_a_grammar_that_is_none(server: Running) -> None:
-    """It is found when the answer begins; the server goes on."""
-    res = server.post({**SAYS, "grammar": "root ::= a"}, "/v1/chat/completions")
-    assert res.status_code == 400
-    assert "rule 'a' is not defined" in res.json()["error"]["message"]
-    assert server.post({"prompt": "x", "max_tokens": 1}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({}, "prompt must be"),
-        ({"prompt": ""}, "prompt must be"),
-        ({"prompt": []}, "prompt must be"),
-        ({"prompt": ["a", "b"]}, "a request has one prompt"),
-        ({"prompt": [1, 2.5]}, "prompt must be"),
-        ({"prompt": [True]}, "prompt must be"),
-        ({"prompt": [-1]}, "prompt has token -1, which is not in the vocabulary"),
-        ({"prompt": [4096000]}, "prompt has token 4,096,000, which is not in the vocabulary: ids are 0 to 4,095"),
-        ({"prompt": "\ud800"}, "surrogate"),
-        ({"prompt": "x", "echo": True}, "echo is not supported"),
-        ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
-        ({"prompt": "x", "suffix": "y"}, "suffix cannot be used: the model has no tokens"),
-        ({"prompt": "x", "logprobs": 21}, "must be from 0 to 20"),
-    ],
-)
-def test_bad_completions(server: Running, body: dict[str, Any], words: str) -> None:
-    data = json.dumps(body)
-    res = server.http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
-    assert res.status_code == 400
-    assert words in res.json()["error"]["message"]
-
-
 @pytest.mark.parametrize(
     "data",
     [b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b'{"a":' * 5000, b"[" * 60000, b'{"prompt": 1' + b"0" * 5000 + b"}"],
@@ -275,26 +158,6 @@ def test_tokens_there_and_back(server: Running) -> None:
             piece = part["piece"]
             data = bytes(piece) if isinstance(piece, list) else piece.encode()
             assert data == model.piece(part["id"], special=True)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        ("/tokenize", {}, "content must be a string"),
-        ("/tokenize", {"content": 5}, "content must be a string"),
-        ("/tokenize", {"content": "\ud800"}, "surrogate"),
-        ("/tokenize", {"content": "a", "add_special": 1}, "add_special must be true or false"),
-        ("/detokenize", {}, "tokens must be an array"),
-        ("/detokenize", {"tokens": [1, "a"]}, "tokens must be an array"),
-        ("/detokenize", {"tokens": [4096]}, "0 to 4,095"),
-        ("/detokenize", {"tokens": [True]}, "tokens must be an array"),
-    ],
-)
-def test_bad_tokens(server: Running, path: str, body: dict[str, Any], words: str) -> None:
-    res = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
-    assert res.status_code == 400, res.text
-    assert words in res.json()["error"]["message"]
-    assert server.idle()
 
 
 def test_what_the_server_is(server: Running) -> None:
@@ -347,9 +210,6 @@ def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPa
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
     with socket.create_connection((host, int(port)), timeout=30) as gone:
         gone.sendall(head.encode() + b"{")
-    with socket.create_connection((host, int(port)), timeout=30) as odd:
-        odd.sendall(b"\x16\x03\x01 nothing of HTTP\r\n\r\n")
-        assert odd.recv(4096).startswith(b"HTTP/1.1 400 ")
     assert server.idle()
 
 
@@ -375,7 +235,7 @@ def test_an_engine_error_as_clients_see_it(server: Running, monkeypatch: pytest.
 
 
 def test_key() -> None:
-    with Running(key="secret") as running, httpx.Client(base_url=running.url) as http:
+    with Running(api_key="secret") as running, httpx.Client(base_url=running.url) as http:
         assert http.get("/health").status_code == 200
         for headers in (
             {},

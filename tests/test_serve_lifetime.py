@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
 pytest.importorskip("httpx")
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 import httpx
 from click.testing import CliRunner

@@ -6,12 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-
 from support import serving
 from support.serving import Running, begun, stream, until
 
@@ -24,10 +18,17 @@ environment = serving.environment
 BODY: dict[str, Any] = {"prompt": "On and on and on.", "max_tokens": 3}
 
 
-@pytest.fixture
-def running() -> Iterator[Running]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
     with Running() as res:
         yield res
+
+
+@pytest.fixture
+def running(server: Running) -> Running:
+    """Whose log is empty."""
+    server.notes.clear()
+    return server
 
 
 def lines(running: Running, n: int) -> list[str]:
@@ -42,7 +43,7 @@ def test_an_answer(running: Running, stream: bool) -> None:
     assert running.post({**BODY, "stream": stream}, headers=agent).status_code == 200
     (line,) = lines(running, 1)
     assert re.fullmatch(
-        r"\d\d:\d\d:\d\d some-agent/1\.2 POST /v1/completions 200: prompt (\d+) \(0 cached, \1 read\), answer 3,"
+        r"\d\d:\d\d:\d\d some-agent/1\.2 POST /v1/completions 200: prompt (\d+) \(\d+ cached, \d+ read\), answer 3,"
         r" first token [\d.]+ s, [\d.]+ tok/s, [\d.]+ s, length",
         line,
     ), line
@@ -73,7 +74,7 @@ def test_a_client_that_leaves_a_stream(running: Running) -> None:
 
 @pytest.mark.slow
 def test_no_key_and_bodies() -> None:
-    with Running(key="a-key", log_bodies=True) as running:
+    with Running(api_key="a-key", log_bodies=True) as running:
         assert httpx.post(f"{running.url}/v1/completions", json=BODY).status_code == 401
         running.post({**BODY, "api_key": "a-key"})
         refused, body, unknown, answered = lines(running, 4)

@@ -4,13 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
-pytest.importorskip("starlette")
-pytest.importorskip("httpx")
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
 from support import serving
 from support.serving import Asked, alone, check_all, parse_metrics, scheduling
 
@@ -82,12 +75,6 @@ def test_a_drafter_that_fails_ends_one_request(copied: list[Any], monkeypatch: p
             assert asked[1].failed.message == "the drafter is gone"
             assert [asked[0].text, asked[2].text] == [want[0], want[2]]
         assert [a.text for a in [Asked(scheduler, prompt, N) for prompt in copied]] == want
-
-
-def test_without_speculation_nothing_is_counted(copied: list[Any]) -> None:
-    with scheduling() as scheduler:
-        assert Asked(scheduler, copied[0], N).done
-        assert counted(scheduler) == (0, 0)
 
 
 #

@@ -3,14 +3,13 @@ what it says hangs on grammars alone.
 """
 
 import json
-import string
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import Running, environment, open_needle, parse_metrics, sse, until  # noqa: F401 (a fixture for all)
+from support import serving
+from support.serving import TOOLS_TEMPLATE, Running, open_needle, parse_metrics, sse, until
 
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.serve import prompt
@@ -21,7 +20,9 @@ from pyllama_kvflash.snapshot.cache import PrefixCache
 
 pytestmark = pytest.mark.native
 
-TEMPLATE = (Path(__file__).parent / "data" / "tools.jinja").read_text("utf-8")
+environment = serving.environment
+server = serving.with_tools
+
 ADD = {
     "name": "add",
     "description": "Add numbers.",
@@ -36,12 +37,6 @@ CHAT = {"messages": ASKS, "temperature": 0, "max_tokens": 300, "parallel_tool_ca
 ASK = {"messages": ASKS, "temperature": 0, "max_tokens": 300}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with Running(template=TEMPLATE) as running:
-        yield running
-
-
 def chat(server: Running, **more: Any) -> Any:
     res = server.post({**CHAT, **more}, "/v1/chat/completions")
     assert res.status_code == 200, res.text
@@ -52,20 +47,6 @@ def message(server: Running, **more: Any) -> Any:
     res = server.post({**ASK, **more}, "/v1/messages")
     assert res.status_code == 200, res.text
     return res.json()
-
-
-def test_a_call(server: Running) -> None:
-    choice = chat(server, tools=[TOOL, OTHER], tool_choice={"type": "function", "function": {"name": "add"}})[
-        "choices"
-    ][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] is None
-    (call,) = choice["message"]["tool_calls"][:1]
-    assert call["type"] == "function"
-    assert call["function"]["name"] == "add"
-    arguments = json.loads(call["function"]["arguments"])
-    assert arguments["a"] in {1, 2}
-    assert arguments["b"] == 3
 
 
 def test_streamed_calls_come_in_pieces(server: Running) -> None:
@@ -94,7 +75,7 @@ def test_a_loop_with_a_tool_is_warm(server: Running) -> None:
         "tool_call_id": said["tool_calls"][0]["id"],
         "content": [{"type": "text", "text": "four"}],
     }
-    again = chat(server, messages=[*ASKS, said, result], tools=[TOOL], tool_choice="none")
+    again = chat(server, messages=[*ASKS, said, result], tools=[TOOL], tool_choice="none", max_tokens=4)
     assert "tool_calls" not in again["choices"][0]["message"]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
 
@@ -137,27 +118,6 @@ def test_arguments_that_are_none_may_be_sent_back(server: Running, arguments: st
     chat(server, messages=[*ASKS, said, told], tools=[TOOL], max_tokens=1)
 
 
-def test_the_assistant_s_message_is_gone_on_with(server: Running) -> None:
-    """The prompt ends with what it has said already, and the answer begins after it."""
-    begun = [*ASKS, {"role": "assistant", "content": "It is"}]
-    text = "<|im_start|>user\nWhat is 1 + 3?<|im_end|>\n<|im_start|>assistant\nIt is"
-    n = len(server.http.post("/tokenize", json={"content": text}).json()["tokens"])
-    for found in (chat(server, messages=begun, max_tokens=5), message(server, messages=begun, max_tokens=5)):
-        usage = found["usage"]
-        read = usage.get("prompt_tokens") or usage["input_tokens"] + usage["cache_read_input_tokens"]
-        assert read in {n, n + 1}, "perhaps with BOS"
-    want = server.post({"prompt": text, "max_tokens": 5, "temperature": 0}).json()["choices"][0]["text"]
-    assert chat(server, messages=begun, max_tokens=5)["choices"][0]["message"]["content"] == want
-
-
-def test_structure_with_a_template(server: Running) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
-    found = json.loads(chat(server, response_format=form)["choices"][0]["message"]["content"])
-    assert found["a"] in {1, 2}
-    assert type(found["b"]) is bool
-
-
 def prefilled(server: Running) -> float:
     return parse_metrics(server.http.get("/metrics").text)["prefill_tokens_total"]
 
@@ -186,13 +146,6 @@ def test_several_answers(server: Running, stream: bool) -> None:
     assert prefilled(server) - before < 2 * usage["prompt_tokens"], "but for the last token, which gives the logits"
     until(server.idle)
     assert server.health()["queue"] == 0
-
-
-def test_several_answers_and_a_client_that_leaves(server: Running) -> None:
-    body = {**CHAT, "max_tokens": 1000, "n": 100, "stream": True, "temperature": 1.5}
-    with server.http.stream("POST", "/v1/chat/completions", json=body) as res:
-        next(res.iter_text())
-    until(server.idle)
 
 
 def test_how_likely_the_tokens_of_a_chat_were(server: Running) -> None:
@@ -234,34 +187,6 @@ def test_parts_of_characters_keep_their_bytes() -> None:
     assert told["top_logprobs"][0] == {r"bytes:\xc3": 0.0, r"bytes:\xe6": -1.0, "A": -2.0}
 
 
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": 5}, "tools", "give an array"),
-    ({"tools": [5]}, "tools[0]", "give an object"),
-    ({"tools": [{}]}, "tools[0].type", "give one of function"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
-    ({"tools": [{"type": "function"}]}, "tools[0].function", "give an object with a name"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters, digits"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters", "object"),
-    ({"tools": [TOOL, TOOL]}, "tools", "two tools with the name add"),
-    ({"tools": [TOOL] * 300}, "tools", "the limit is 256"),
-    ({"tool_choice": "required"}, "tool_choice", "without tools"),
-    ({"tools": [TOOL], "tool_choice": "often"}, "tool_choice", "auto, none, required"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "which is not in tools"),
-    ({"tools": [TOOL], "grammar": 'root ::= "a"'}, "grammar", "give one of them"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"type": "x"}}}]}, "tools[0].function.parameters/type", "is not a type"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("more", "param", "words"), BAD)
-def test_bad_tools(server: Running, more: dict[str, Any], param: str, words: str) -> None:
-    res = server.post({**CHAT, **more}, "/v1/chat/completions")
-    assert res.status_code == 400, res.text
-    error = res.json()["error"]
-    assert error["param"] == param
-    assert words in error["message"]
-    assert "\n" not in error["message"]
-
-
 #
 # Anthropic's protocol
 #
@@ -280,14 +205,6 @@ def test_a_message(server: Running) -> None:
     usage = res["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == want["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == 6
-
-
-def test_a_message_ends_with_a_stop_sequence(server: Running) -> None:
-    letters = [*string.ascii_letters, *string.digits, " ", "\n"]
-    res = message(server, max_tokens=50, stop_sequences=letters)
-    assert res["stop_reason"] == "stop_sequence"
-    assert res["stop_sequence"] in letters
-    assert not set(letters) & set("".join(block["text"] for block in res["content"]))
 
 
 def test_a_tool_in_messages(server: Running) -> None:
@@ -374,66 +291,37 @@ def test_a_prompt_that_is_only_read(server: Running) -> None:
     assert message(server, messages=text, max_tokens=1)["usage"]["cache_read_input_tokens"] > 100
 
 
-def test_a_message_that_is_too_long(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is counted, and refused in the words that clients look for before they shorten it. In pieces, too."""
-    text = [{"role": "user", "content": "word " * 6000}]
-    n = n_tokens(server, messages=text)
-    assert n > 6000
-    res = server.post({**ASK, "messages": text}, "/v1/messages")
-    assert res.status_code == 400
-    assert res.json()["error"]["message"] == f"prompt is too long: {n} tokens > 4096 maximum"
-    monkeypatch.setattr(prompt, "_PIECE", 2048)
-    monkeypatch.setattr(prompt, "_SLACK", (1.1, 4))
-    assert abs(n_tokens(server, messages=text) - n) < 30
-    tokenized: list[int] = []
-    tokenize = Model.tokenize
+    with Running(n_ctx=512, pool="off", template=TOOLS_TEMPLATE) as server:
+        text = [{"role": "user", "content": "word " * 750}]
+        n = n_tokens(server, messages=text)
+        assert n > 750
+        res = server.post({**ASK, "messages": text}, "/v1/messages")
+        assert res.status_code == 400
+        assert res.json()["error"]["message"] == f"prompt is too long: {n} tokens > 512 maximum"
+        monkeypatch.setattr(prompt, "_PIECE", 256)
+        monkeypatch.setattr(prompt, "_SLACK", (1.1, 4))
+        assert abs(n_tokens(server, messages=text) - n) < 30
+        tokenized: list[int] = []
+        tokenize = Model.tokenize
 
-    def tokenize_(own: Model, text: str, **how: Any) -> Any:
-        tokenized.append(len(text))
-        return tokenize(own, text, **how)
+        def tokenize_(own: Model, text: str, **how: Any) -> Any:
+            tokenized.append(len(text))
+            return tokenize(own, text, **how)
 
-    monkeypatch.setattr(Model, "tokenize", tokenize_)
-    res = server.post({**CHAT, "messages": text}, "/v1/chat/completions")
-    assert res.status_code == 400
-    assert res.json()["error"]["code"] == "context_length_exceeded"
-    assert "more than 4,096 tokens" in res.json()["error"]["message"]
-    assert 5 < len(tokenized) < 15
-    assert max(tokenized) == 2048
-    chat(server, messages=[{"role": "user", "content": "word " * (3900 * 6000 // n)}], max_tokens=1)
-
-
-BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens is missing"),
-    ({"messages": []}, "at least one message"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "user, assistant"),
-    ({"messages": [{"role": "user", "content": 5}]}, "an integer"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text, tool_result"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is missing"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "name is missing"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only custom ones"),
-    ({"tools": [CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "which is not in tools"),
-    ({"tool_choice": {"type": "any"}}, "without tools"),
-    ({"stop_sequences": 1}, "stop_sequences"),
-    ({"cache_control": {"type": "for ever"}}, "ephemeral"),
-    ({"cache_control": {"type": "ephemeral", "ttl": "9y"}}, "5m, 1h"),
-    ({"thinking": 1}, "give an object"),
-    ({"temperature": 9}, "must be from 0 to 2"),
-    ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers is not supported"),
-]
-
-
-@pytest.mark.parametrize(("more", "words"), BAD_MESSAGES)
-def test_bad_messages(server: Running, more: dict[str, Any], words: str) -> None:
-    res = server.post({**ASK, **more}, "/v1/messages")
-    assert res.status_code == 400, res.text
-    assert res.json()["type"] == "error"
-    error = res.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert words in error["message"]
+        monkeypatch.setattr(Model, "tokenize", tokenize_)
+        res = server.post({**CHAT, "messages": text}, "/v1/chat/completions")
+        assert res.status_code == 400
+        assert res.json()["error"]["code"] == "context_length_exceeded"
+        assert "more than 512 tokens" in res.json()["error"]["message"]
+        assert 5 < len(tokenized) < 15
+        assert max(tokenized) == 256
+        chat(server, messages=[{"role": "user", "content": "word " * (480 * 750 // n)}], max_tokens=1)
 
 
 def test_errors_of_the_other_protocol() -> None:
-    with Running(key="k") as running:
+    with Running(api_key="k") as running:
         res = running.http.post("/v1/messages", json={}, headers={"Authorization": "", "x-api-key": "wrong"})
         assert res.status_code == 401
         assert res.json()["error"]["type"] == "authentication_error"
@@ -445,7 +333,7 @@ def test_errors_of_the_other_protocol() -> None:
 def test_a_marked_prompt_stays_in_the_cache(tmp_path: Path) -> None:
     """Though little of it is new, it is written, and it goes last."""
     cache = PrefixCache(tmp_path, 1 << 30)
-    with Running(Scheduler(open_needle(), n_queue=8, cache=cache), template=TEMPLATE) as running:
+    with Running(Scheduler(open_needle(), n_queue=8, cache=cache), template=TOOLS_TEMPLATE) as running:
         marked = [{"type": "text", "text": "On and on. " * 40, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
         message(running, system=marked, max_tokens=1)
         until(lambda: len(cache.entries()) == 1)

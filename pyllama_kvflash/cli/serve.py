@@ -129,10 +129,11 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM."""
-    from pyllama_kvflash.serve.app import Server, Settings  # noqa: PLC0415 (slow)
+    from pyllama_kvflash.serve.app import Server  # noqa: PLC0415 (slow)
     from pyllama_kvflash.serve.protocols.responses_store import FOLDER  # noqa: PLC0415
     from pyllama_kvflash.serve.scheduler import Scheduler  # noqa: PLC0415
     from pyllama_kvflash.serve.server import bound, run  # noqa: PLC0415
+    from pyllama_kvflash.serve.settings import Settings  # noqa: PLC0415
 
     reporter = (_JSONReporter if log_format == "json" else Reporter)(quiet=quiet)
     logging.basicConfig(level=logging.WARNING, handlers=[_Handler(reporter)])

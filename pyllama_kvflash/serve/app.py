@@ -5,10 +5,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,21 +18,22 @@ from starlette.types import ASGIApp
 
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import KVFlashError
-from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve import llama_server, ollama, webui
 from pyllama_kvflash.serve.exchange import Exchange, Stream
 from pyllama_kvflash.serve.http import Guard, JSONResponse, Prefixed, body_of, on_error, on_http, on_request_error
-from pyllama_kvflash.serve.job import Job, broken
-from pyllama_kvflash.serve.log import Logged, entry_of, shown_body
+from pyllama_kvflash.serve.job import Job, NotReady, Phase
+from pyllama_kvflash.serve.log import LEFT, Logged, entry_of, shown_body
 from pyllama_kvflash.serve.prompt import PromptBuilder
 from pyllama_kvflash.serve.protocols import responses_response
 from pyllama_kvflash.serve.protocols.answer_fields import MAX_SEED
 from pyllama_kvflash.serve.protocols.fields import parse_json
-from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol, PreparedRequest
+from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
+from pyllama_kvflash.serve.protocols.reply import AnswerProtocol
 from pyllama_kvflash.serve.protocols.request_error import Answered, RequestError, invalid
 from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 from pyllama_kvflash.serve.protocols.table import ANSWERS
-from pyllama_kvflash.serve.scheduler import NotReady, Phase, QueueFull, Scheduler
+from pyllama_kvflash.serve.scheduler import Scheduler
+from pyllama_kvflash.serve.settings import Settings
 
 WARNING = "KVFlash-Warning"
 """The header that names the parts of the request's schemas that are not enforced."""
@@ -42,39 +42,9 @@ _MAX_HEADER = 2_000  # characters of that header
 _MAX_LOGGED = 1_000  # different warnings that are logged
 _READERS = 2  # requests tokenized at once: that takes some 75 bytes a character
 
+T = TypeVar("T")
 Note = Callable[[str], None]
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of a server.
-
-    name: the model's name in the protocol.
-    sampling: the defaults for requests.
-    n_predict: the most tokens of an answer; -1: until the context is full.
-    max_body: the most bytes of a request's body.
-    api_key: the key that requests must send; None: no key is needed.
-    template: a chat template in place of the model's own.
-    webui: whether there is a page at /.
-    strict: whether a field that the server does not know is refused; else it is named in a header and in the log.
-    log_format: of the lines about requests, "text" or "json". log_bodies: whether the log has the requests' bodies.
-    responses: the folder in which responses are kept; None: they are kept in memory only.
-    api_prefix: what all paths begin with, as in "/llm"; "" for nothing.
-    """
-
-    name: str
-    sampling: Sampling
-    n_predict: int = -1
-    max_body: int = 32 << 20
-    api_key: str | None = None
-    template: str | None = None
-    webui: bool = True
-    strict: bool = False
-    log_format: str = "text"
-    log_bodies: bool = False
-    responses: Path | None = None
-    api_prefix: str = ""
 
 
 class Server:
@@ -85,37 +55,34 @@ class Server:
     ) -> None:
         self._scheduler, self._settings, self._note, self._log = scheduler, settings, note, log or note
         self._responses = ResponseStore(settings.responses)
-        self._prompts = PromptBuilder(
-            settings.name, settings.sampling, settings.template, self._responses, strict=settings.strict
-        )
+        self._prompts = PromptBuilder(settings, self._responses)
         self._readers = ThreadPoolExecutor(_READERS, "kvflash-read")
         self._created = int(time.time())
         self._logged: set[str] = set()
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
+        s, refused = self._settings, {**llama_server.REFUSED, **ollama.REFUSED}
+        read = partial(body_of, limit=s.max_body)
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
             Route("/models", self._models),
             Route("/v1/models/{name:path}", self._model),
-            Route("/apply-template", self._apply_template, methods=["POST"]),
             Route("/lora-adapters", self._adapters),
-            *(Route(path, self._unsupported, methods=["POST"]) for path in llama_server.UNSUPPORTED),
             Route("/props", self._props),
             Route("/slots", self._slots),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/tokenize", self._asks(llama_server.tokenize), methods=["POST"]),
+            Route("/detokenize", self._asks(llama_server.detokenize), methods=["POST"]),
+            Route("/apply-template", self._asks(self._prompts.apply_template), methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._asks(self._prompts.count), methods=["POST"]),
             *(Route(path, self._answers(protocol), methods=["POST"]) for path, protocol in ANSWERS.items()),
-            Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
+            *(Route(path, self._refuses(why), methods=[method]) for path, (method, why) in refused.items()),
             Route("/v1/responses/{name}", self._kept, methods=["GET", "DELETE"]),
+            *ollama.routes(self._ready, read, s),
+            *(webui.routes(self._scheduler, s, read) if s.webui else ()),
         ]
-        s = self._settings
-        read = partial(body_of, limit=s.max_body)
-        routes += ollama.routes(self._ready, read, s.name, s.sampling, s.template)
-        if s.webui:
-            routes += webui.routes(self._scheduler, s.name, read, needs_key=bool(s.api_key))
         handlers = {RequestError: on_request_error, HTTPException: on_http, Exception: on_error}
         app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # handlers take the subclass
         app.router.redirect_slashes = False
@@ -135,11 +102,9 @@ class Server:
         state = self._scheduler.phase
         if state != Phase.READY:
             return JSONResponse({"status": state.value}, 503)
-        f, n_busy = self._scheduler.metrics.figures, self._scheduler.n_busy
+        n, n_busy = self._scheduler.metrics.gauges["sequences"], self._scheduler.n_busy
         waiting = max(0, self._scheduler.n_admitted - n_busy)
-        return JSONResponse(
-            {"status": "ok", "sequences": f.sequences, "busy": n_busy, "idle": f.sequences - n_busy, "queue": waiting}
-        )
+        return JSONResponse({"status": "ok", "sequences": n, "busy": n_busy, "idle": n - n_busy, "queue": waiting})
 
     async def _metrics(self, _request: Request) -> Response:
         return PlainTextResponse(self._scheduler.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -163,46 +128,43 @@ class Server:
     async def _adapters(self, _request: Request) -> Response:
         return JSONResponse([])  # there are none
 
-    async def _unsupported(self, request: Request) -> Response:
-        raise RequestError(501, llama_server.UNSUPPORTED[request.url.path], code="not_implemented")
-
-    async def _apply_template(self, request: Request) -> Response:
-        return await self._from_vocabulary(request, self._prompts.apply_template)
-
     async def _props(self, _request: Request) -> Response:
-        s, kv = self._settings, self._ready()
-        return JSONResponse(llama_server.props(kv, s.name, s.sampling, s.template, self._prompts.caps(kv)))
+        kv = self._ready()
+        return JSONResponse(llama_server.props(kv, self._settings, self._prompts.caps(kv)))
 
     async def _slots(self, _request: Request) -> Response:
         return JSONResponse(llama_server.slots(self._ready(), self._scheduler.busy))
 
     def _ready(self) -> KVFlash:
-        """Return the engine. Raises RequestError."""
+        """Return the engine. Raises NotReady."""
         if self._scheduler.phase != Phase.READY or self._scheduler.kv is None:
-            raise _not_ready(self._scheduler.phase)
+            raise NotReady(self._scheduler.phase)
         return self._scheduler.kv
 
-    async def _tokenize(self, request: Request) -> Response:
-        return await self._from_vocabulary(request, llama_server.tokenize)
+    def _refuses(self, why: str) -> Handler:
+        """Return the handler for a path of what the server does not have."""
 
-    async def _detokenize(self, request: Request) -> Response:
-        return await self._from_vocabulary(request, llama_server.detokenize)
+        async def handle(_request: Request) -> Response:
+            raise RequestError(501, why, code="not_implemented")
 
-    async def _from_vocabulary(
-        self, request: Request, answer: Callable[[KVFlash, dict[str, Any]], dict[str, Any]]
-    ) -> Response:
-        """Answer from the model's vocabulary or template, in a reader's thread."""
+        return handle
 
-        def found() -> dict[str, Any]:
+    def _asks(self, answer: Callable[[KVFlash, dict[str, Any]], dict[str, Any]]) -> Handler:
+        """Return the handler for what the model's vocabulary or template answers, in a reader's thread."""
+
+        def found(kv: KVFlash, body: bytes) -> dict[str, Any]:
             try:
                 return answer(kv, parse_json(body))
             except KVFlashError as err:
                 raise invalid(str(err)) from None
 
-        async with self._admitted(request) as (kv, body):
-            res = await asyncio.get_running_loop().run_in_executor(self._readers, found)
-        self._scheduler.leave()
-        return JSONResponse(res)
+        async def handle(request: Request) -> Response:
+            async with self._admitted(request) as (kv, body):
+                res = await self._read(found, kv, body)
+            self._scheduler.leave()
+            return JSONResponse(res)
+
+        return handle
 
     #
     # answers
@@ -214,24 +176,21 @@ class Server:
         async def handle(request: Request) -> Response:
             try:
                 async with self._admitted(request) as (kv, body):
-                    found = await self._prepared(kv, body, protocol)
-                    exchange = Exchange(self._scheduler)
-                    job = self._job(found, exchange)
+                    found = await self._read(self._prompts.prepare, kv, body, protocol)
                     reply = protocol.reply(self._settings.name, found)
+                    exchange = Exchange(self._scheduler, reply, entry_of(request.scope))
+                    job = self._job(found, exchange)
             except Answered as known:
                 return JSONResponse(known.body)
             except RequestError as err:
                 self._scheduler.metrics.request("invalid" if err.status < 429 else "rejected")  # noqa: PLR2004
                 raise
             headers = self._warned(found.warnings)
-            entry = entry_of(request.scope)
             exchange.submit(job)
             if found.parsed.stream:
-                return Stream(exchange, reply, entry, headers, protocol.media)
-            with exchange:
-                done = await exchange.whole(reply, entry, request.receive)
-            if not done:
-                return Response(status_code=499)  # the client is gone
+                return Stream(exchange, headers, protocol.media)
+            if not await exchange.whole(request.receive):
+                return Response(status_code=LEFT)
             return JSONResponse(reply.whole(), headers=headers)
 
         return handle
@@ -245,63 +204,43 @@ class Server:
         header = " | ".join(warnings).encode("ascii", "backslashreplace").decode()
         return {WARNING: header if len(header) <= _MAX_HEADER else f"{header[:_MAX_HEADER]}..."} if header else {}
 
-    async def _prepared(self, kv: KVFlash, body: bytes, protocol: AnswerProtocol) -> PreparedRequest:
-        """Check a body and tokenize its prompt, in a reader's thread. Raises RequestError."""
-        prepare = partial(self._prompts.prepare, kv, body, protocol)
-        return await asyncio.get_running_loop().run_in_executor(self._readers, prepare)
-
-    async def _count(self, request: Request) -> Response:
-        async with self._admitted(request) as (kv, body):
-            n = await asyncio.get_running_loop().run_in_executor(self._readers, self._prompts.count, kv, body)
-        self._scheduler.leave()
-        return JSONResponse({"input_tokens": n})
+    async def _read(self, call: Callable[..., T], *args: Any) -> T:
+        """Call a function in a reader's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, call, *args)
 
     async def _kept(self, request: Request) -> Response:
         """Show or delete a response that is kept."""
-        name = str(request.path_params["name"])
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._readers, responses_response.deleted if request.method == "DELETE" else responses_response.shown,
-            self._responses, name,
-        )  # fmt: skip
-        return JSONResponse(found)
+        answer = responses_response.deleted if request.method == "DELETE" else responses_response.shown
+        return JSONResponse(await self._read(answer, self._responses, str(request.path_params["name"])))
 
     def _job(self, found: PreparedRequest, exchange: Exchange) -> Job:
-        """Return the job of a request. Each further answer is another job after it."""
-        parsed, job = found.parsed, None
-        for i in reversed(range(parsed.n)):
-            seed = found.sampling.seed
-            sampling = found.sampling if seed is None else replace(found.sampling, seed=(seed + i) % MAX_SEED)
-            limit = self._limit(parsed.max_tokens)
-            job = Job(
-                found.tokens, sampling, limit, found.stop, exchange.notify,
-                preserved=found.rendered.preserved if found.rendered else (), pin_seconds=parsed.pin_seconds, then=job,
-                begins=found.begins,
-                slot=parsed.id_slot, reuse=parsed.cache_prompt,
-            )  # fmt: skip
-        if job is None:
-            msg = "a request without an answer"
-            raise AssertionError(msg)
-        return job
+        """Return the job of a request. Each further answer has the next seed."""
+        parsed, first = found.parsed, found.sampling
+        seeds = [None if first.seed is None else (first.seed + i) % MAX_SEED for i in range(1, parsed.n)]
+        return Job(
+            found.tokens,
+            first,
+            self._limit(parsed.max_tokens),
+            found.stop,
+            exchange.notify,
+            preserved=found.rendered.preserved if found.rendered else (),
+            pin_seconds=parsed.pin_seconds,
+            others=[replace(first, seed=seed) for seed in seeds],
+            begins=found.begins,
+            slot=parsed.id_slot,
+            reuse=parsed.cache_prompt,
+        )
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[KVFlash, bytes]]:
         """Take a place in the queue. Yields the engine and the body. If the block fails, the place is given up."""
-        if self._scheduler.phase != Phase.READY:  # before the client sends megabytes in vain
-            raise _not_ready(self._scheduler.phase)
+        kv = self._ready()  # before the client sends megabytes in vain
         body = await body_of(request, self._settings.max_body)
         if self._settings.log_bodies:
             self._note(f"{request.method} {request.url.path[:100]} body: {shown_body(body)}")
+        self._scheduler.admit()
         try:
-            self._scheduler.admit()
-        except NotReady:
-            raise _not_ready(self._scheduler.phase) from None
-        except QueueFull as full:
-            msg = f"the queue is full: try again in {full.seconds} s"
-            raise RequestError(429, msg, code="queue_full", headers={"Retry-After": str(full.seconds)}) from None
-        try:
-            if self._scheduler.kv is None:
-                raise _not_ready(self._scheduler.phase)
-            yield self._scheduler.kv, body
+            yield kv, body
         except BaseException:
             self._scheduler.leave()
             raise
@@ -312,10 +251,3 @@ class Server:
         if max_tokens is None or most < 0:
             return most if max_tokens is None else max_tokens
         return min(max_tokens, most)
-
-
-def _not_ready(state: Phase) -> RequestError:
-    if state == Phase.FAILED:
-        return RequestError(503, broken(None).message, code="unavailable")
-    what = "the model is loading" if state == Phase.LOADING else "the server is stopping"
-    return RequestError(503, f"{what}: try again in a few seconds", code="unavailable", headers={"Retry-After": "5"})

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 import zlib
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from starlette import responses
@@ -21,6 +21,9 @@ from pyllama_kvflash.serve.log import entry_of
 from pyllama_kvflash.serve.protocols import anthropic_response, ollama_response
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.text import to_json
+
+Read = Callable[[Request], Awaitable[bytes]]
+"""Returns a request's body. Raises RequestError."""
 
 
 class JSONResponse(responses.JSONResponse):
@@ -51,58 +54,46 @@ async def body_of(request: Request, limit: int) -> bytes:
     size = request.headers.get("content-length", "0")
     if size.isdecimal() and int(size) > limit:
         raise _too_large(limit)
-    body = _Body(request.headers.get("content-encoding", ""), limit)
+    data = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
-                body.add(part)
+                data += part
+                if len(data) > limit:
+                    raise _too_large(limit)
     except TimeoutError:
         raise RequestError(
             408, f"the body did not arrive within {_BODY_SECONDS:.0f} s: send it again", code="timeout"
         ) from None
     except ClientDisconnect:
         raise RequestError(400, "the client left before the end of the body") from None
-    return body.whole()
+    return _decoded(bytes(data), request.headers.get("content-encoding", ""), limit)
 
 
-class _Body:
-    """A body that arrives in parts. encoding: of the header Content-Encoding. Raises RequestError."""
+def _decoded(data: bytes, encoding: str, limit: int) -> bytes:
+    """Return a body as it was before its Content-Encoding, but never more than is allowed: a few bytes may stand for gigabytes.
 
-    def __init__(self, encoding: str, limit: int) -> None:
-        self._data, self._limit, self._encoding = bytearray(), limit, encoding.strip().lower()
-        if self._encoding not in {"", "identity", *_ENCODINGS}:
-            msg = f"Content-Encoding {encoding[:100]!r} is not known: send the body as it is, or by gzip or deflate"
-            raise RequestError(415, msg, code="unsupported_media_type", headers={"Accept-Encoding": "gzip, deflate"})
-        self._decoder = zlib.decompressobj(_ZLIB_OR_GZIP) if self._encoding in _ENCODINGS else None
-        self._n_members = 1
-
-    def add(self, part: bytes) -> None:
-        """Decode the next part, but never more than is allowed: a few bytes may stand for gigabytes."""
-        while part and len(self._data) <= self._limit:
-            if self._decoder is None:
-                self._data += part
-                break
-            if self._decoder.eof:  # gzip may have several members, and tiny ones take long
-                self._n_members += 1
-                if self._n_members > _MOST_MEMBERS:
-                    raise self._broken()
-                self._decoder = zlib.decompressobj(_ZLIB_OR_GZIP)
-            try:
-                self._data += self._decoder.decompress(part, self._limit + 1 - len(self._data))
-            except zlib.error:
-                raise self._broken() from None
-            part = self._decoder.unused_data
-        if len(self._data) > self._limit:
-            raise _too_large(self._limit)
-
-    def whole(self) -> bytes:
-        """Return all of it, once it has arrived."""
-        if self._decoder is not None and not self._decoder.eof:
-            raise self._broken()
-        return bytes(self._data)
-
-    def _broken(self) -> RequestError:
-        return RequestError(400, f"the body is not one whole {self._encoding} stream, as its Content-Encoding says")
+    Raises RequestError.
+    """
+    name = encoding.strip().lower()
+    if name in {"", "identity"}:
+        return data
+    if name not in _ENCODINGS:
+        msg = f"Content-Encoding {encoding[:100]!r} is not known: send the body as it is, or by gzip or deflate"
+        raise RequestError(415, msg, code="unsupported_media_type", headers={"Accept-Encoding": "gzip, deflate"})
+    res = bytearray()
+    for _ in range(_MOST_MEMBERS):  # gzip may have several, and tiny ones take long
+        decoder = zlib.decompressobj(_ZLIB_OR_GZIP)
+        with contextlib.suppress(zlib.error):
+            res += decoder.decompress(data, limit + 1 - len(res))
+        if len(res) > limit:
+            raise _too_large(limit)
+        data = decoder.unused_data
+        if not decoder.eof:
+            break
+        if not data:
+            return bytes(res)
+    raise RequestError(400, f"the body is not one whole {name} stream, as its Content-Encoding says")
 
 
 def _too_large(limit: int) -> RequestError:

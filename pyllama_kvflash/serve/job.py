@@ -3,13 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import Enum
 
-from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.errors import DeviceLostError, HostMemoryError, InUseError, KVFlashError, PoolError, UsageError
 from pyllama_kvflash.native import Sampling, Tokens
+from pyllama_kvflash.serve.protocols.request_error import RequestError
 
 log = logging.getLogger("kvflash.serve")
 
@@ -124,17 +123,49 @@ def failure(err: Exception) -> Failed:
     return Failed(500, "an error in the server ended this request: its log has the details")
 
 
+class Phase(Enum):
+    """Phase of the scheduler. In FAILED, `error` says why."""
+
+    LOADING = "loading"
+    READY = "ok"
+    STOPPING = "stopping"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+class NotReady(RequestError):  # noqa: N818 (the request is not wrong)
+    """The scheduler admits no requests."""
+
+    def __init__(self, phase: Phase) -> None:
+        """phase: says why."""
+        if phase == Phase.FAILED:
+            super().__init__(503, broken(None).message, code="unavailable")
+        else:
+            what = "the model is loading" if phase == Phase.LOADING else "the server is stopping"
+            msg = f"{what}: try again in a few seconds"
+            super().__init__(503, msg, code="unavailable", headers={"Retry-After": "5"})
+
+
+class QueueFull(RequestError):  # noqa: N818 (as above)
+    """The queue is full."""
+
+    def __init__(self, seconds: int) -> None:
+        """seconds: an estimate until there is room."""
+        msg = f"the queue is full: try again in {seconds} s"
+        super().__init__(429, msg, code="queue_full", headers={"Retry-After": str(seconds)})
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """A request.
 
     tokens: (n,) int32, at least one.
     max_tokens: the most tokens of the answer; -1: until the context is full.
-    notify: the scheduler's thread calls it with each Update; it must return at once. The last update is Finished or
-    Failed; only a cancelled job may end without it.
+    notify: the scheduler's thread calls it with each Update; it must return at once. The last update of each answer is Finished
+    or Failed, and no other one follows Failed; only a cancelled job may end without it.
     preserved: special tokens that belong to the text of the answer.
     pin_seconds: how long its prompt must stay in the cache on disk; 0: as long as there is room.
-    then: the job of another answer to the same prompt, served next.
+    others: the sampling of each further answer to the same prompt; they are served next.
     begins: where its messages begin, and last of all its answer; (): it is not a conversation, or that is not known.
     slot: index of the sequence to use; -1: any. reuse: whether what a sequence, or the cache on disk, has of the prompt is kept.
     """
@@ -146,25 +177,9 @@ class Job:
     notify: Callable[[Update], None]
     preserved: Collection[int] = ()
     pin_seconds: float = 0.0
-    then: "Job | None" = None
+    others: list[Sampling] = field(default_factory=list)
     begins: tuple[int, ...] = ()
     slot: int = -1
     reuse: bool = True
     cancelled: bool = False  # Scheduler.cancel() sets it
     began: float = field(default_factory=time.perf_counter)
-
-
-class Cache(Protocol):
-    """A cache on disk of text that was read before, as in snapshot.cache."""
-
-    def match(self, sequence: KVSequence, tokens: Tokens, /) -> int:
-        """Return the length of the longest cached prefix for this sequence, in tokens (n,); 0: none."""
-
-    def restore(self, sequence: KVSequence, tokens: Tokens, /) -> int:
-        """Fill a sequence with the longest cached prefix of tokens (n,). Returns its length; 0: none, the sequence is clear."""
-
-    def begin(self, sequence: KVSequence, keep_s: float = 0.0, /) -> Future[Any] | None:
-        """Start writing the present text of a sequence, which may continue meanwhile. Returns None if nothing needs writing.
-
-        keep_s: seconds during which it is evicted last.
-        """

@@ -1,41 +1,39 @@
 """Endpoints of llama-server, in its form: /props, /slots, /tokenize and /detokenize."""
 
+from dataclasses import fields
 from typing import Any
 
 from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import encoded
-from pyllama_kvflash.native import RANGES, Sampling, order_of
+from pyllama_kvflash.native import order_of
+from pyllama_kvflash.serve.protocols.fields import get
+from pyllama_kvflash.serve.protocols.fields import text as required
 from pyllama_kvflash.serve.protocols.request_error import invalid
+from pyllama_kvflash.serve.settings import Settings
 from pyllama_kvflash.text import printable
 
 _MOST = 4 << 20  # characters of a text to tokenize: each takes some 75 bytes
 
-
 _NO_EMBEDDINGS = "this server has no embeddings: start another one for them, such as llama-server --embedding"
-UNSUPPORTED = {
-    "/embedding": _NO_EMBEDDINGS,
-    "/embeddings": _NO_EMBEDDINGS,
-    "/v1/embeddings": _NO_EMBEDDINGS,
-    "/rerank": "this server does not rank documents: start another one for that, such as llama-server --reranking",
-    "/v1/rerank": "this server does not rank documents: start another one for that, such as llama-server --reranking",
-    "/lora-adapters": "this server has no adapters: merge one into the model's file",
+_NO_RANKING = "this server does not rank documents: start another one for that, such as llama-server --reranking"
+REFUSED = {
+    "/embedding": ("POST", _NO_EMBEDDINGS),
+    "/embeddings": ("POST", _NO_EMBEDDINGS),
+    "/v1/embeddings": ("POST", _NO_EMBEDDINGS),
+    "/rerank": ("POST", _NO_RANKING),
+    "/v1/rerank": ("POST", _NO_RANKING),
+    "/lora-adapters": ("POST", "this server has no adapters: merge one into the model's file"),
 }
-"""By path: why it is refused."""
+"""Paths that are refused: the method, and why."""
 
 
 def tokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
     """Answer POST /tokenize: the tokens of a text. Raises RequestError."""
-    text = body.get("content")
-    if not isinstance(text, str):
-        msg = "content must be a string"
-        raise invalid(msg, "content", "invalid_type")
+    text = required(body, "content", "content")
     flags = {"add_special": False, "parse_special": True, "with_pieces": False}
-    for name in flags:
-        if not isinstance(body.get(name, False), bool):
-            msg = f"{name} must be true or false"
-            raise invalid(msg, name, "invalid_type")
-    add, parse, pieces = (bool(body.get(name, default)) for name, default in flags.items())
+    given = (get(body, name, bool) for name in flags)
+    add, parse, pieces = (usual if flag is None else flag for flag, usual in zip(given, flags.values(), strict=True))
     if len(text) > _MOST:
         msg = f"content has {len(text):,} characters: the limit is {_MOST:,}; send it in parts"
         raise invalid(msg, "content", "invalid_value")
@@ -63,33 +61,17 @@ def _piece(kv: KVFlash, token: int) -> str | list[int]:
         return list(data)
 
 
-def props(kv: KVFlash, name: str, sampling: Sampling, template: str | None, caps: dict[str, bool]) -> dict[str, Any]:
-    """Answer GET /props: the settings for all requests.
-
-    name: of the model. sampling: the defaults. template: replaces the model's own. caps: what the template supports.
-    """
-    s = sampling
-    params = {
-        "seed": -1 if s.seed is None else s.seed,
-        "temperature": s.temperature,
-        "top_k": s.top_k,
-        "top_p": s.top_p,
-        "min_p": s.min_p,
-        "repeat_penalty": s.repeat_penalty,
-        "presence_penalty": s.presence_penalty,
-        "frequency_penalty": s.frequency_penalty,
-        **{name: getattr(s, name) for name in RANGES},
-        "dry_sequence_breakers": list(s.dry_sequence_breakers),
-        "samplers": list(order_of(s.samplers)),
-        "ignore_eos": s.ignore_eos,
-        "grammar": s.grammar,
-    }
+def props(kv: KVFlash, settings: Settings, caps: dict[str, bool]) -> dict[str, Any]:
+    """Answer GET /props: the settings for all requests. caps: what the template supports."""
+    s = settings.sampling
+    params = {field.name: getattr(s, field.name) for field in fields(s)}
+    params |= {"seed": -1 if s.seed is None else s.seed, "samplers": order_of(s.samplers)}
     return {
         "default_generation_settings": {"n_ctx": kv.options.n_ctx, "params": params},
         "total_slots": len(kv.sequences),
-        "model_alias": name,
+        "model_alias": settings.name,
         "model_path": printable(kv.model.path),
-        "chat_template": template or kv.model.meta("tokenizer.chat_template") or "",
+        "chat_template": settings.template or kv.model.meta("tokenizer.chat_template") or "",
         "chat_template_caps": caps,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"pyllama_kvflash {__version__}",

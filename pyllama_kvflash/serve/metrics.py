@@ -3,7 +3,6 @@
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.events import Stats
@@ -13,7 +12,7 @@ OUTCOMES = ("ok", "cancelled", "error", "rejected", "invalid")
 
 SOURCES = ("memory", "disk")
 
-_TOTALS = {
+_COUNTERS = {
     "prefill_tokens": "Prompt tokens that were read.",
     "prefill_seconds": "Seconds of reading prompts.",
     "decode_tokens": "Tokens of answers that were decoded.",
@@ -26,27 +25,20 @@ _TOTALS = {
     "pages_out": "Chunks that left the pool.",
     "pages_in": "Chunks that came back.",
     "guests_fetched": "Guests (16 tokens of a layer) that layers fetched from records, with policy fresh.",
+    "requests": "Requests, by how they ended.",
+    "prefix_cache_hits": "Prompts with a cached beginning, by source.",
+    "prefix_cache_tokens": "Prompt tokens that did not have to be read, by source.",
     "prefix_cache_misses": "Prompts without a cached beginning.",
     "prefix_cache_saves": "Sequences written to the prefix cache on disk.",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """The state of the server at one moment."""
-
-    pool_cells: int = 0
-    context: int = 0
-    chunks: int = 0
-    chunks_resident: int = 0
-    host_bytes: int = 0
-    checkpoint_bytes: int = 0
-    coarse_bytes: int = 0
-    kv_device_bytes: int = 0
-    sequences: int = 0
-    sequences_busy: int = 0
-    queue: int = 0
-
+_LABELS = {
+    "requests": ("outcome", OUTCOMES),
+    "prefix_cache_hits": ("source", SOURCES),
+    "prefix_cache_tokens": ("source", SOURCES),
+}
+"""Counters with a value for each of several words: the label, and the words."""
 
 _GAUGES = {
     "pool_cells": "Cells of the pool; 0: the full cache is in use.",
@@ -63,41 +55,39 @@ _GAUGES = {
 }
 
 
-@dataclass(slots=True)
 class Metrics:
-    """Counters of the server. The scheduler's thread and the handlers write them; the handlers read them."""
+    """Counters of the server, and gauges. The scheduler's thread and the handlers write them; the handlers read them.
 
-    figures: Figures = field(default_factory=Figures)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _totals: Counter[str] = field(default_factory=Counter)
-    _outcomes: Counter[str] = field(default_factory=Counter)
-    _hits: Counter[str] = field(default_factory=Counter)
-    _reused: Counter[str] = field(default_factory=Counter)
-    _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _fetched: int = 0
+    gauges: the state of the server when it was last recorded, by name.
+    """
+
+    def __init__(self) -> None:
+        self.gauges: dict[str, int] = dict.fromkeys(_GAUGES, 0)
+        self._lock = threading.Lock()
+        self._totals: Counter[str] = Counter()  # by name, with the label
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._fetched = 0
 
     def add(self, **amounts: float) -> None:
-        """Add amounts to totals, by name."""
+        """Add amounts to counters, by name."""
         with self._lock:
             for name, amount in amounts.items():
                 self._totals[name] += amount  # type: ignore[assignment]  # seconds are not integers
 
     def request(self, outcome: str) -> None:
         """Count a request that ended. outcome: one of OUTCOMES."""
-        with self._lock:
-            self._outcomes[outcome] += 1
+        self.add(**{_labelled("requests", outcome): 1})
 
     def reused(self, source: str, n_tokens: int) -> None:
         """Count a prompt with n_tokens of a cached beginning, 0 or more. source: one of SOURCES."""
-        with self._lock:
-            if n_tokens:
-                self._hits[source] += 1
-                self._reused[source] += n_tokens
-            else:
-                self._totals["prefix_cache_misses"] += 1
+        if n_tokens:
+            hits, tokens = (_labelled(name, source) for name in ("prefix_cache_hits", "prefix_cache_tokens"))
+            self.add(**{hits: 1, tokens: n_tokens})
+        else:
+            self.add(prefix_cache_misses=1)
 
     def total(self, name: str) -> float:
-        """Return a total by its name, without _total."""
+        """Return a counter by its name, without _total."""
         with self._lock:
             return self._totals[name]
 
@@ -118,41 +108,36 @@ class Metrics:
     def look(self, sequences: Iterable[KVSequence], busy: int, queue: int) -> None:
         """Record the present state of the sequences."""
         stats = [self.pages(seq) for seq in sequences]
-        self.figures = Figures(
-            pool_cells=stats[0].n_pool or 0,
-            context=stats[0].n_ctx,
-            chunks=sum(s.chunks for s in stats),
-            chunks_resident=sum(s.resident for s in stats),
-            host_bytes=stats[0].host_bytes,
-            checkpoint_bytes=sum(s.checkpoint_bytes for s in stats),
-            coarse_bytes=stats[0].coarse_bytes,
-            kv_device_bytes=stats[0].device_kv_bytes,
-            sequences=len(stats),
-            sequences_busy=busy,
-            queue=queue,
-        )
+        self.gauges = {
+            "pool_cells": stats[0].n_pool or 0,
+            "context": stats[0].n_ctx,
+            "chunks": sum(s.chunks for s in stats),
+            "chunks_resident": sum(s.resident for s in stats),
+            "host_bytes": stats[0].host_bytes,
+            "checkpoint_bytes": sum(s.checkpoint_bytes for s in stats),
+            "coarse_bytes": stats[0].coarse_bytes,
+            "kv_device_bytes": stats[0].device_kv_bytes,
+            "sequences": len(stats),
+            "sequences_busy": busy,
+            "queue": queue,
+        }
 
     def text(self) -> str:
         """Return all metrics in Prometheus' text format."""
-        with self._lock:
-            totals, outcomes, hits, reused = map(Counter, (self._totals, self._outcomes, self._hits, self._reused))
         lines = []
         for name, meaning in _GAUGES.items():
-            lines += _metric(name, "gauge", meaning, {"": getattr(self.figures, name)})
-        for name, meaning in _TOTALS.items():
-            lines += _metric(f"{name}_total", "counter", meaning, {"": totals[name]})
-        by_outcome = {f'{{outcome="{o}"}}': outcomes[o] for o in OUTCOMES}
-        lines += _metric("requests_total", "counter", "Requests, by how they ended.", by_outcome)
-        for name, found, meaning in (
-            ("prefix_cache_hits_total", hits, "Prompts with a cached beginning, by source."),
-            (
-                "prefix_cache_tokens_total",
-                reused,
-                "Prompt tokens that did not have to be read, by source.",
-            ),
-        ):
-            lines += _metric(name, "counter", meaning, {f'{{source="{s}"}}': found[s] for s in SOURCES})
+            lines += _metric(name, "gauge", meaning, {"": self.gauges[name]})
+        for name, meaning in _COUNTERS.items():
+            words = _LABELS[name][1] if name in _LABELS else [""]
+            labels = [_labelled(name, word).removeprefix(name) for word in words]
+            values = {label: self.total(f"{name}{label}") for label in labels}
+            lines += _metric(f"{name}_total", "counter", meaning, values)
         return "\n".join(lines) + "\n"
+
+
+def _labelled(name: str, word: str) -> str:
+    """Return the name of a counter with the word of its label; without, if it has none."""
+    return f'{name}{{{_LABELS[name][0]}="{word}"}}' if name in _LABELS else name
 
 
 def _metric(name: str, kind: str, meaning: str, values: Mapping[str, float]) -> list[str]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,11 +15,11 @@ from starlette.routing import Route
 from pyllama_kvflash import __version__
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.loading.need import weights_of
-from pyllama_kvflash.native import Model, Sampling, gpus
-from pyllama_kvflash.serve.http import JSONResponse
+from pyllama_kvflash.native import Model, gpus
+from pyllama_kvflash.serve.http import JSONResponse, Read
 from pyllama_kvflash.serve.protocols.fields import parse_json
 from pyllama_kvflash.serve.protocols.ollama_response import moment, tagged
-from pyllama_kvflash.serve.protocols.request_error import RequestError
+from pyllama_kvflash.serve.settings import Settings
 from pyllama_kvflash.text import printable
 
 SPOKEN = "0.12.11"
@@ -28,7 +28,7 @@ SPOKEN = "0.12.11"
 _NEVER = "2318-01-01T00:00:00Z"  # when the model is unloaded
 _ELSEWHERE = "this server has one model, which is given as it starts: start another `kvflash serve`"
 _EMBEDS = "this server has no embeddings: ask a server with an embedding model"
-_REFUSED = {
+REFUSED = {
     "/api/embed": ("POST", _EMBEDS),
     "/api/embeddings": ("POST", _EMBEDS),
     "/api/pull": ("POST", _ELSEWHERE),
@@ -50,24 +50,15 @@ _NUMBERS = (
 _THINKS = "enable_thinking", "reasoning_content", "reasoning_effort", "<think>"
 """What the template of a model that reasons has one of."""
 
-Read = Callable[[Request], Awaitable[bytes]]
-"""Returns a request's body. Raises RequestError."""
 
-
-def routes(
-    ready: Callable[[], KVFlash], read: Read, name: str, sampling: Sampling, template: str | None
-) -> list[Route]:
-    """Return the routes. ready: returns the engine, or raises RequestError. name: of the model.
-
-    sampling: the defaults of requests. template: replaces the model's own.
-    """
-    about = _About(ready, read, name, sampling, template)
+def routes(ready: Callable[[], KVFlash], read: Read, settings: Settings) -> list[Route]:
+    """Return the routes. ready: returns the engine, or raises NotReady."""
+    about = _About(ready, read, settings)
     return [
         Route("/api/version", _version),
         Route("/api/tags", about.tags),
         Route("/api/ps", about.running),
         Route("/api/show", about.show, methods=["POST"]),
-        *(Route(path, _refuse(why), methods=[method]) for path, (method, why) in _REFUSED.items()),
     ]
 
 
@@ -75,20 +66,11 @@ async def _version(_request: Request) -> Response:
     return JSONResponse({"version": SPOKEN, "kvflash": __version__})
 
 
-def _refuse(why: str) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(_request: Request) -> Response:
-        raise RequestError(501, why, code="unsupported")
-
-    return answer
-
-
 class _About:
     """The handlers of what there is about the model."""
 
-    def __init__(
-        self, ready: Callable[[], KVFlash], read: Read, name: str, sampling: Sampling, template: str | None
-    ) -> None:
-        self._ready, self._read, self._name, self._sampling, self._template = ready, read, name, sampling, template
+    def __init__(self, ready: Callable[[], KVFlash], read: Read, settings: Settings) -> None:
+        self._ready, self._read, self._settings = ready, read, settings
 
     async def tags(self, _request: Request) -> Response:
         """Return the models: there is one."""
@@ -105,7 +87,7 @@ class _About:
         """Return what there is to know of the model, whichever name is asked for."""
         kv = self._ready()
         parse_json(await self._read(request))
-        template = self._template or kv.model.meta("tokenizer.chat_template") or ""
+        template = self._settings.template or kv.model.meta("tokenizer.chat_template") or ""
         # requests with tools are served whatever the template knows
         capabilities = ["completion", "tools", *["thinking"] * any(word in template for word in _THINKS)]
         capabilities += ["insert"] * (kv.model.fim is not None)
@@ -123,7 +105,7 @@ class _About:
 
     def _model(self, kv: KVFlash) -> dict[str, Any]:
         """Return the model, as in a list."""
-        name, (modified, stamp) = tagged(self._name), _modified(kv.model)
+        name, (modified, stamp) = tagged(self._settings.name), _modified(kv.model)
         # of the file's contents, Ollama's digest would take seconds
         digest = hashlib.sha256(os.fsencode(f"{kv.model.path.name}\0{kv.model.n_bytes}\0{stamp}")).hexdigest()
         return {
@@ -138,7 +120,7 @@ class _About:
     def _parameters(self, n_ctx: int) -> str:
         """Return the defaults of requests, one on each line."""
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n")
-        values = {"num_ctx": n_ctx, **{name: getattr(self._sampling, name) for name in names}}
+        values = {"num_ctx": n_ctx, **{name: getattr(self._settings.sampling, name) for name in names}}
         return "\n".join(f"{name:<30} {value}" for name, value in values.items())
 
 

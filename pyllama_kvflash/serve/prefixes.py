@@ -8,9 +8,9 @@ from typing import Any
 
 from pyllama_kvflash.errors import KVFlashError
 from pyllama_kvflash.native import Tokens
-from pyllama_kvflash.serve.job import Cache
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.slot import Slot
+from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.text import n_common
 
 _COMMON = 64  # fewest common tokens for which a sequence is preferred to one that is cheaper to lose: BOS is not enough
@@ -41,7 +41,7 @@ class Write:
 class Prefixes:
     """Chooses sequences for prompts, and prepares them with the cached beginning. For the scheduler's thread only."""
 
-    def __init__(self, metrics: Metrics, cache: Cache | None, cache_min: int) -> None:
+    def __init__(self, metrics: Metrics, cache: PrefixCache | None, cache_min: int) -> None:
         """cache: prefixes on disk; None: none. cache_min: fewest new tokens of a sequence for which it is written there."""
         self._metrics = metrics
         self._cache = cache

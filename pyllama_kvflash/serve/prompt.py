@@ -12,9 +12,11 @@ from pyllama_kvflash.errors import KVFlashError, encoded
 from pyllama_kvflash.native import Rendered, Sampling, check_ends, check_grammar
 from pyllama_kvflash.serve.protocols import anthropic_request, openai_request
 from pyllama_kvflash.serve.protocols.fields import Unknown, parse_json
-from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol, ParsedRequest, PreparedRequest, Served, TooLong
+from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, PreparedRequest, Served, TooLong
+from pyllama_kvflash.serve.protocols.reply import AnswerProtocol
 from pyllama_kvflash.serve.protocols.request_error import invalid
 from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
+from pyllama_kvflash.serve.settings import Settings
 
 _PIECE = 1 << 18  # characters tokenized at once, to detect a prompt that is far too long
 _SLACK = 1.1, 64  # factor, and tokens a piece, by which the sum over pieces may differ from the whole
@@ -23,15 +25,9 @@ _SLACK = 1.1, 64  # factor, and tokens a piece, by which the sum over pieces may
 class PromptBuilder:
     """Turns bodies into prompts. Several threads may use one."""
 
-    def __init__(
-        self, name: str, defaults: Sampling, template: str | None, responses: ResponseStore, *, strict: bool = False
-    ) -> None:
-        """name: the model's, for clients. defaults: for the fields that a request leaves out.
-
-        template: replaces the model's own; None: use that. responses: earlier ones. strict: refuse fields that are not known.
-        """
-        self._name, self._defaults, self._source, self._strict = name, defaults, template, strict
-        self._responses = responses
+    def __init__(self, settings: Settings, responses: ResponseStore) -> None:
+        """responses: earlier ones, which a request may continue."""
+        self._settings, self._responses = settings, responses
         self._template: ChatTemplate | None = None
 
     def prepare(self, kv: KVFlash, body: bytes, protocol: AnswerProtocol) -> PreparedRequest:
@@ -50,26 +46,19 @@ class PromptBuilder:
 
     def apply_template(self, kv: KVFlash, given: dict[str, Any]) -> dict[str, Any]:
         """Answer POST /apply-template: the prompt of a chat, as text. Raises RequestError."""
-        parsed = openai_request.chat(given, self._served(kv))
-        try:
-            return {"prompt": self._rendered(kv, parsed).prompt}
-        except KVFlashError as err:
-            raise invalid(str(err), "messages") from None
+        return {"prompt": self._rendered(kv, openai_request.chat(given, self._served(kv))).prompt}
 
-    def count(self, kv: KVFlash, body: bytes) -> int:
-        """Return the number of tokens of a message's prompt, which may be too long for the context. Raises RequestError."""
-        parsed = anthropic_request.parse(parse_json(body), self._served(kv), counting=True)
-        try:
-            prompt = self._rendered(kv, parsed).prompt
-            encoded(prompt, "the conversation")
-            if len(prompt) <= _PIECE:
-                return len(tokenize_chat(kv.model, prompt))
-            return sum(_lengths(kv, prompt))  # tokenizing a text at once takes 75 bytes a character
-        except KVFlashError as err:
-            raise invalid(str(err), "messages") from None
+    def count(self, kv: KVFlash, given: dict[str, Any]) -> dict[str, int]:
+        """Answer POST /v1/messages/count_tokens: the tokens of a prompt, which may be too long for the context. Raises RequestError."""
+        parsed = anthropic_request.parse(given, self._served(kv), counting=True)
+        prompt = self._rendered(kv, parsed).prompt
+        encoded(prompt, "the conversation")
+        short = len(prompt) <= _PIECE  # tokenizing a text at once takes 75 bytes a character
+        return {"input_tokens": len(tokenize_chat(kv.model, prompt)) if short else sum(_lengths(kv, prompt))}
 
     def _served(self, kv: KVFlash) -> Served:
-        return Served(kv, self._name, self._defaults, Unknown(strict=self._strict), self._responses)
+        s = self._settings
+        return Served(kv, s.name, s.sampling, Unknown(strict=s.strict), self._responses)
 
     def caps(self, kv: KVFlash) -> dict[str, bool]:
         """Return what the chat template supports, by llama.cpp's names; {} if llama.cpp cannot read the template."""
@@ -79,7 +68,7 @@ class PromptBuilder:
             return {}
 
     def _chat_template(self, kv: KVFlash) -> ChatTemplate:
-        self._template = self._template or ChatTemplate(kv.model, self._source)
+        self._template = self._template or ChatTemplate(kv.model, self._settings.template)
         return self._template
 
     def _rendered(self, kv: KVFlash, parsed: ParsedRequest) -> Rendered:
@@ -113,8 +102,10 @@ def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
         tokens = tokenize_chat(kv.model, parsed.prompt) if parsed.special else kv.tokenize(parsed.prompt)
     else:
         tokens = np.array(parsed.prompt, np.int32)
-    warnings = () if parsed.schema is None else tuple(map(str, parsed.schema.loosened))
-    return PreparedRequest(parsed, tokens, parsed.sampling, parsed.stop, None, warnings)
+    if parsed.schema is None:
+        return PreparedRequest(parsed, tokens, parsed.sampling, parsed.stop, None)
+    sampling = replace(parsed.sampling, grammar=parsed.schema.grammar())
+    return PreparedRequest(parsed, tokens, sampling, parsed.stop, None, tuple(map(str, parsed.schema.loosened)))
 
 
 def _compile(kv: KVFlash, sampling: Sampling, field: str) -> None:

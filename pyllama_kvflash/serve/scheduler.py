@@ -10,22 +10,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from enum import Enum
 
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.engine.generation import step_together
-from pyllama_kvflash.errors import (
-    HostMemoryError,
-    Interrupted,
-    PoolError,
-    SnapshotError,
-)
+from pyllama_kvflash.errors import HostMemoryError, Interrupted, PoolError, SnapshotError
 from pyllama_kvflash.events import Event
-from pyllama_kvflash.serve.job import STOPPING, Cache, Failed, Job, broken, failure
+from pyllama_kvflash.serve.job import STOPPING, Failed, Job, NotReady, Phase, QueueFull, broken, failure
 from pyllama_kvflash.serve.metrics import Metrics
 from pyllama_kvflash.serve.pool_queries import PoolQueries, Query, T
 from pyllama_kvflash.serve.prefixes import Prefixes
 from pyllama_kvflash.serve.slot import Serving, Slot
+from pyllama_kvflash.snapshot.cache import PrefixCache
 
 Open = Callable[[Callable[[float], None]], KVFlash]
 """Loads the model. It calls the given function with its progress, 0.0 to 1.0."""
@@ -34,28 +29,6 @@ _LOOK_SECONDS = 0.5  # between two updates of the figures while there is work
 _LEAVE_SECONDS = 5.0  # for requests admitted just before the end to leave
 
 log = logging.getLogger("kvflash.serve")
-
-
-class Phase(Enum):
-    """Phase of the scheduler. In FAILED, `error` says why."""
-
-    LOADING = "loading"
-    READY = "ok"
-    STOPPING = "stopping"
-    CLOSED = "closed"
-    FAILED = "failed"
-
-
-class NotReady(Exception):  # noqa: N818 (the scheduler is not ready; the request is not wrong)
-    """The scheduler admits no requests; its phase says why."""
-
-
-class QueueFull(Exception):  # noqa: N818 (as above)
-    """The queue is full. seconds: an estimate until there is room."""
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__()
-        self.seconds = seconds
 
 
 class Scheduler:
@@ -70,7 +43,7 @@ class Scheduler:
         open_: Open,
         *,
         n_queue: int,
-        cache: Cache | None = None,
+        cache: PrefixCache | None = None,
         cache_min: int = 1024,
     ) -> None:
         """n_queue: requests that may wait. cache: prefixes on disk. cache_min: fewest new tokens for a write there."""
@@ -103,7 +76,7 @@ class Scheduler:
         """Take a place for a request. Raises NotReady and QueueFull."""
         with self._changed:
             if self.phase != Phase.READY:
-                raise NotReady
+                raise NotReady(self.phase)
             n_waiting = self._n_admitted - len(self._slots)
             if n_waiting >= self._n_queue:
                 estimate = self._mean_seconds * (n_waiting + 1) / len(self._slots)
@@ -127,11 +100,9 @@ class Scheduler:
         self.leave()
 
     def cancel(self, job: Job) -> None:
-        """End a job and those that follow it before the next turn, without a last update. Does nothing after its end."""
+        """End a job before the next turn, without a last update. Does nothing after its end."""
         with self._changed:
-            following: Job | None = job
-            while following is not None:
-                following.cancelled, following = True, following.then
+            job.cancelled = True
             self._changed.notify_all()
 
     def query(self, query: Query[T]) -> Future[T]:
@@ -141,7 +112,7 @@ class Scheduler:
         """
         with self._changed:
             if self.phase != Phase.READY:
-                raise NotReady
+                raise NotReady(self.phase)
             self._changed.notify_all()
             return self._queries.put(query)
 
@@ -377,17 +348,15 @@ class Scheduler:
             found = meter.stats
             self.metrics.add(checked_tokens=found.checked, agreed_tokens=found.agreed, check_seconds=found.check_s)
         done = slot.finish(serving, reason)
-        if serving.job.then is not None and reason != "interrupted":
-            self._serve_next(serving.job.then)
+        job = serving.job
+        if job.others and reason != "interrupted":
+            job.sampling = job.others.pop(0)
+            with self._changed:
+                self._waiting.appendleft(job)  # before other requests: its text is still in the sequence
         else:
             self._left("ok")  # first, because the client may send the next request at once
-        serving.job.notify(done)
+        job.notify(done)
         self._prefixes.save(slot)  # it takes a second at 128K, for which this client does not wait
-
-    def _serve_next(self, job: Job) -> None:
-        """Serve the next answer to a prompt before other requests: its text is still in the sequence."""
-        with self._changed:
-            self._waiting.appendleft(job)
 
     def _fail(self, slot: Slot, job: Job, err: Exception) -> None:
         """End a request after an error, and clear its sequence, so that nothing of it is left. Raises DeviceLostError."""
@@ -430,7 +399,7 @@ class Scheduler:
         with self._changed:
             jobs = list(self._waiting)
             self._waiting.clear()
-        self._queries.refuse(NotReady())
+        self._queries.refuse(NotReady(self.phase))
         for job in jobs:
             self._left("error")
             job.notify(answer)

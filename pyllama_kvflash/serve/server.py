@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 
 from pyllama_kvflash.errors import Interrupted, UsageError, number
 from pyllama_kvflash.serve.connection import Connection
-from pyllama_kvflash.serve.scheduler import Phase, Scheduler
+from pyllama_kvflash.serve.job import Phase
+from pyllama_kvflash.serve.scheduler import Scheduler
 
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 5  # for answers that are ready to be sent
@@ -106,29 +107,22 @@ def run(
     grace: seconds for running answers to finish after a signal. keep_alive: as for config(). Raises the scheduler's error,
     such as one of loading the model.
     """
+
+    async def serve() -> None:
+        asyncio.get_running_loop().set_exception_handler(_Exceptions(warn))
+        with _signals() as asked:
+            scheduler.start()
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            await _until_signal(scheduler, asked, note)
+            await _wind_up(scheduler, grace, note)
+            server.should_exit = True
+            await serving
+
     raise_file_limit()
     server = _Uvicorn(config(app, keep_alive=keep_alive))
-    asyncio.run(_run(server, scheduler, listening, grace, note, warn))
+    asyncio.run(serve())
     if scheduler.error is not None:
         raise scheduler.error
-
-
-async def _run(
-    server: uvicorn.Server,
-    scheduler: Scheduler,
-    listening: socket.socket,
-    grace: float,
-    note: Callable[[str], None],
-    warn: Callable[[str], None],
-) -> None:
-    asyncio.get_running_loop().set_exception_handler(_Exceptions(warn))
-    with _signals() as asked:
-        scheduler.start()
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        await _until_signal(scheduler, asked, note)
-        await _wind_up(scheduler, grace, note)
-        server.should_exit = True
-        await serving
 
 
 class _Exceptions:

@@ -8,7 +8,7 @@ from functools import partial
 
 from pyllama_kvflash.engine.generation import Generation
 from pyllama_kvflash.engine.sequence import KVSequence
-from pyllama_kvflash.events import Checked, Event, Probs, Reselect, Token, Warn
+from pyllama_kvflash.events import Event, Probs, Reselect, Token, Warn
 from pyllama_kvflash.native import Tokens
 from pyllama_kvflash.serve.job import Finished, Job, Reading, Text, Timing, TokenLogprob
 from pyllama_kvflash.text import n_common
@@ -65,7 +65,7 @@ class Slot:
     used: time.monotonic() when it last became idle.
     pins: chunks pinned by pin(), until their text is replaced.
     n_texts: number of its texts so far, so clients notice a replaced text.
-    reselect, checked: the last events of these types, for the present text.
+    reselect: the last choice of chunks for the present text.
     """
 
     def __init__(self, seq: KVSequence) -> None:
@@ -76,7 +76,6 @@ class Slot:
         self.pins: set[int] = set()
         self.n_texts = 0
         self.reselect: Reselect | None = None
-        self.checked: Checked | None = None
 
     @property
     def job(self) -> Job | None:
@@ -140,12 +139,10 @@ class Slot:
         return done
 
     def note(self, events: Iterable[Event]) -> None:
-        """Keep the last events about the pool, for the page, and log warnings."""
+        """Keep the last choice of chunks, for the page, and log warnings."""
         for event in events:
             if isinstance(event, Reselect):
                 self.reselect = event
-            elif isinstance(event, Checked):
-                self.checked = event
             elif isinstance(event, Warn):
                 log.warning("%s", event.text)
 
@@ -160,13 +157,13 @@ class Slot:
         self.seq.unpin(*self._span(chunk))
 
     def replaced(self, n_tokens: int) -> None:
-        """Drop pins and events of the text from position n_tokens on. Call it before other text replaces that."""
+        """Drop the pins of the text from position n_tokens on. Call it before other text replaces that."""
         if n_tokens >= self.seq.n_tokens:
             return
         for chunk in [c for c in self.pins if self._span(c)[1] > n_tokens]:
             self.unpin(chunk)
         self.n_texts += 1
-        self.reselect = self.checked = None
+        self.reselect = None
 
     def _span(self, chunk: int) -> tuple[int, int]:
         n = self.seq.options.chunk

@@ -4,9 +4,7 @@ import asyncio
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pyllama_kvflash.errors import KVFlashError
-from pyllama_kvflash.events import Checked, Reselect, Stats
-from pyllama_kvflash.pool.residency import Residency
-from pyllama_kvflash.serve.http import JSONResponse
-from pyllama_kvflash.serve.pool_queries import Query, T
+from pyllama_kvflash.events import Stats
+from pyllama_kvflash.policy import Ledger
+from pyllama_kvflash.serve.http import JSONResponse, Read
+from pyllama_kvflash.serve.job import NotReady, Phase
+from pyllama_kvflash.serve.pool_queries import Query
 from pyllama_kvflash.serve.protocols import fields
 from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
-from pyllama_kvflash.serve.scheduler import NotReady, Phase, Scheduler
+from pyllama_kvflash.serve.scheduler import Scheduler
+from pyllama_kvflash.serve.settings import Settings
 from pyllama_kvflash.serve.slot import Slot
 
 _FOLDER = Path(__file__).with_name("static")
@@ -42,17 +42,13 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 _FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-_PIN = {"sequence": int, "chunk": int, "pinned": bool}
-
-Read = Callable[[Request], Awaitable[bytes]]
-"""Returns a request's body. Raises RequestError unless it is declared to be JSON."""
 
 
-def routes(scheduler: Scheduler, name: str, read: Read, *, needs_key: bool) -> list[Route]:
-    """Return the routes of the page. name: of the model. needs_key: whether the page must ask for a key."""
-    pool = _Pool(scheduler, name, read)
+def routes(scheduler: Scheduler, settings: Settings, read: Read) -> list[Route]:
+    """Return the routes of the page."""
+    pool = _Pool(scheduler, settings.name, read)
     return [
-        *(Route(path, _file(file, needs_key=needs_key)) for path, file in _FILES.items()),
+        *(Route(path, _file(file, needs_key=bool(settings.api_key))) for path, file in _FILES.items()),
         Route("/kvflash/pool", pool.look),
         Route("/kvflash/chunk", pool.text),
         Route("/kvflash/pin", pool.pin, methods=["POST"]),
@@ -74,48 +70,43 @@ def _file(name: str, *, needs_key: bool) -> Callable[[Request], Awaitable[Respon
 #
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """One sequence at one moment.
-
-    reading: tokens of its prompt that are read, and all of them; None: no prompt is being read.
-    residency: None without a pool. pins: pinned chunks.
-    """
-
-    busy: bool
-    reading: tuple[int, int] | None
-    n_tokens: int
-    n_texts: int
-    stats: Stats
-    residency: Residency | None
-    n_layer: int
-    sinks: int
-    tail: int
-    pins: frozenset[int]
-    reselect: Reselect | None
-    checked: Checked | None
-    compared: tuple[int, int, float] | None  # in this answer: compared tokens, agreed ones, mean divergence
+_OF_ALL = ("n_ctx", "device_kv_bytes", "kv_full_bytes", "host_bytes", "coarse_bytes", "disk_bytes")
+_OF_SEQUENCE = ("guest_blocks", "resident", "pages_in", "pages_out", "reselects", "reselect_s")
+_OF_CHOICE = ("pos", "page_ins", "drops", "score_s", "apply_s")
+"""Fields of Stats and of Reselect that the page has by the same names."""
 
 
-def _seen(slot: Slot, stats: Stats) -> _Sequence:
+def _picked(value: object, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def _sequence(slot: Slot, stats: Stats) -> dict[str, Any]:
+    """Return a sequence for the page. Each chunk is a letter or a digit, because there may be thousands."""
     seq, serving = slot.seq, slot.serving
-    ledger = seq.pager.ledger if seq.n_pool is not None else None
+    r = seq.residency() if seq.n_pool is not None else None
     meter = seq.decoder.meter.stats if seq.decoder.meter else None
-    return _Sequence(
-        busy=serving is not None,
-        reading=(seq.n_tokens, serving.generation.n_text) if serving and slot.reading else None,
-        n_tokens=seq.n_tokens,
-        n_texts=slot.n_texts,
-        stats=stats,
-        residency=seq.residency() if ledger else None,
-        n_layer=seq.ctx.pool_info().n_layer if ledger else 0,
-        sinks=ledger.n_sinks if ledger else 0,
-        tail=min(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_sealed) if ledger else 0,
-        pins=frozenset(ledger.pins) if ledger else frozenset(),
-        reselect=slot.reselect,
-        checked=slot.checked,
-        compared=(meter.checked, meter.agreed, meter.kld_sum / meter.checked) if meter and meter.checked else None,
-    )
+    return {
+        "id": seq.seq,
+        "busy": serving is not None,
+        "reading": (seq.n_tokens, serving.generation.n_text) if serving and slot.reading else None,
+        "n_tokens": seq.n_tokens,
+        "text_id": slot.n_texts,
+        "state": "".join(str(int(there)) for there in r.resident) if r else "",
+        "kind": _kinds(seq.pager.ledger) if r else "",
+        "score": r.score.tolist() if r else [],
+        "layers": r.layers.tolist() if r and stats.guest_blocks else [],
+        **_picked(stats, _OF_SEQUENCE),
+        "reselect": _picked(slot.reselect, _OF_CHOICE) if slot.reselect else None,
+        "compared": (meter.checked, meter.agreed) if meter and meter.checked else None,  # in this answer
+    }
+
+
+def _kinds(ledger: Ledger) -> str:
+    """Return a letter for each chunk: whether it is pinned, at the beginning, at the end, or none of these."""
+    tail = min(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_sealed)
+    pinned = dict.fromkeys(ledger.pins, "p")
+    usual = ("s" if i < ledger.n_sinks else "t" if i >= tail else "-" for i in range(ledger.n_chunks))
+    return "".join(pinned.get(i, letter) for i, letter in enumerate(usual))
 
 
 def _slot(slots: Sequence[Slot], sequence: int, chunk: int) -> Slot:
@@ -130,7 +121,7 @@ def _slot(slots: Sequence[Slot], sequence: int, chunk: int) -> Slot:
     return slot
 
 
-def _text(slots: Sequence[Slot], *, sequence: int, chunk: int) -> dict[str, Any]:
+def _text(slots: Sequence[Slot], sequence: int, chunk: int) -> dict[str, Any]:
     slot = _slot(slots, sequence, chunk)
     n = slot.seq.options.chunk
     tokens = slot.seq.tokens[chunk * n : (chunk + 1) * n]
@@ -144,7 +135,7 @@ def _text(slots: Sequence[Slot], *, sequence: int, chunk: int) -> dict[str, Any]
     }
 
 
-def _pin(slots: Sequence[Slot], *, sequence: int, chunk: int, pinned: bool) -> dict[str, Any]:
+def _pin(slots: Sequence[Slot], sequence: int, chunk: int, *, pinned: bool) -> dict[str, Any]:
     slot = _slot(slots, sequence, chunk)
     if slot.seq.n_pool is None:
         msg = "there is no pool, so all chunks stay on the device: start the server with --kvflash"
@@ -176,8 +167,9 @@ class _Pool:
         """Return the pool as it is now; while the model is not ready, only the phase."""
         metrics = self._scheduler.metrics
 
-        def seen(slots: Sequence[Slot]) -> list[_Sequence]:
-            return [_seen(slot, metrics.pages(slot.seq)) for slot in slots]
+        def seen(slots: Sequence[Slot]) -> dict[str, Any]:
+            stats = [metrics.pages(slot.seq) for slot in slots]
+            return self._view(stats[0], [_sequence(*one) for one in zip(slots, stats, strict=True)])
 
         try:
             found = await asyncio.wrap_future(self._scheduler.query(seen))
@@ -185,29 +177,32 @@ class _Pool:
             phase = self._scheduler.phase
             status = Phase.STOPPING if phase == Phase.READY else phase  # it stopped just now
             return JSONResponse({"status": status.value, "model": self._name}, headers=_FRESH)
-        return JSONResponse(self._view(found), headers=_FRESH)
+        for sequence in found["sequences"]:  # not in the scheduler's thread, which has more to do
+            sequence["score"] = [_short(x) for x in sequence["score"]]
+        return JSONResponse(found, headers=_FRESH)
 
     async def text(self, request: Request) -> Response:
         """Return the text of a chunk."""
-        sequence, chunk = (_number(request.query_params.get(name), name) for name in ("sequence", "chunk"))
-        return JSONResponse(await self._query(partial(_text, sequence=sequence, chunk=chunk)), headers=_FRESH)
+        given = {k: int(v) for k, v in request.query_params.items() if re.fullmatch(r"[0-9]{1,9}", v)}
+        place = _place(given)
+        return await self._answer(lambda slots: _text(slots, *place))
 
     async def pin(self, request: Request) -> Response:
         """Pin or unpin a chunk."""
-        wanted = _pin_of(fields.parse_json(await self._read(request)))
-        return JSONResponse(await self._query(partial(_pin, **wanted)), headers=_FRESH)
+        given = fields.parse_json(await self._read(request))
+        place, pinned = _place(given), given.get("pinned")
+        if not isinstance(pinned, bool):
+            raise invalid("pinned must be true or false", "pinned", "invalid_type")
+        return await self._answer(lambda slots: _pin(slots, *place, pinned=pinned))
 
-    async def _query(self, query: Query[T]) -> T:
-        try:
-            return await asyncio.wrap_future(self._scheduler.query(query))
-        except NotReady:
-            msg = "the model is loading, or the server is stopping: try again in a few seconds"
-            raise RequestError(503, msg, code="unavailable", headers={"Retry-After": "5"}) from None
+    async def _answer(self, query: Query[dict[str, Any]]) -> Response:
+        return JSONResponse(await asyncio.wrap_future(self._scheduler.query(query)), headers=_FRESH)
 
-    def _view(self, found: Sequence[_Sequence]) -> dict[str, Any]:
-        scheduler, stats = self._scheduler, found[0].stats
+    def _view(self, stats: Stats, sequences: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what the page shows. stats: of the first sequence."""
+        scheduler = self._scheduler
         kv, total = scheduler.kv, scheduler.metrics.total
-        running = [s.compared for s in found if s.busy and s.compared]  # the others are in the totals
+        running = [s["compared"] for s in sequences if s["busy"] and s["compared"]]  # the others are in the totals
         return {
             "status": scheduler.phase.value,
             "run": self._run,
@@ -215,75 +210,16 @@ class _Pool:
             "policy": kv.policy if kv else "",
             "pool_cells": stats.n_pool,
             "chunk": kv.options.chunk if kv else 0,
-            "n_ctx": stats.n_ctx,
-            "device_kv_bytes": stats.device_kv_bytes,
-            "full_kv_bytes": stats.kv_full_bytes,
-            "host_bytes": stats.host_bytes,
-            "coarse_bytes": stats.coarse_bytes,
-            "disk_bytes": stats.disk_bytes,
+            **_picked(stats, _OF_ALL),
             "gpu": stats.gpu_bytes > 0,
-            "queue": max(0, scheduler.n_admitted - sum(s.busy for s in found)),
-            "pages_in": int(total("pages_in")),
-            "pages_out": int(total("pages_out")),
-            "guests_fetched": int(total("guests_fetched")),
-            "n_layer": found[0].n_layer,
-            "reselects": sum(s.stats.reselects for s in found),
-            "reselect_s": round(sum(s.stats.reselect_s for s in found), 6),
+            "queue": max(0, scheduler.n_admitted - sum(s["busy"] for s in sequences)),
+            **{name: int(total(name)) for name in ("pages_in", "pages_out", "guests_fetched")},
+            "n_layer": kv.ctx.pool_info().n_layer if kv and kv.n_pool is not None else 0,
             "meter": bool(kv and kv.decoder.meter),
-            "checked": int(total("checked_tokens")) + sum(n for n, _, _ in running),
-            "agreed": int(total("agreed_tokens")) + sum(n for _, n, _ in running),
-            "sequences": [_sequence(i, s) for i, s in enumerate(found)],
+            "checked": int(total("checked_tokens")) + sum(n for n, _ in running),
+            "agreed": int(total("agreed_tokens")) + sum(n for _, n in running),
+            "sequences": sequences,
         }
-
-
-def _sequence(i: int, s: _Sequence) -> dict[str, Any]:
-    """Return a sequence for the page. Each chunk is a letter or a digit, because there may be thousands."""
-    r = s.residency
-    return {
-        "id": i,
-        "busy": s.busy,
-        "reading": s.reading,
-        "n_tokens": s.n_tokens,
-        "text_id": s.n_texts,
-        "state": "".join(str(int(there)) for there in r.resident) if r else "",
-        "kind": "".join(_kind(s, c) for c in range(len(r.resident))) if r else "",
-        "score": [_short(x) for x in r.score.tolist()] if r else [],
-        "layers": r.layers.tolist() if r and s.stats.guest_blocks else [],
-        "guest_blocks": s.stats.guest_blocks,
-        "resident": s.stats.resident,
-        "stored": s.stats.stored,
-        "pages_in": s.stats.pages_in,
-        "pages_out": s.stats.pages_out,
-        "reselects": s.stats.reselects,
-        "reselect_s": round(s.stats.reselect_s, 6),
-        "reselect": _reselect(s.reselect) if s.reselect else None,
-        "compared": s.compared,
-        "checked": (
-            {"pos": s.checked.pos, "n": s.checked.n, "agreed": s.checked.agreed, "kld": _short(s.checked.kld)}
-            if s.checked
-            else None
-        ),
-    }
-
-
-def _kind(s: _Sequence, chunk: int) -> str:
-    if chunk in s.pins:
-        return "p"
-    if chunk < s.sinks:
-        return "s"
-    return "t" if chunk >= s.tail else "-"
-
-
-def _reselect(event: Reselect) -> dict[str, Any]:
-    return {
-        "pos": event.pos,
-        "reason": event.reason,
-        "page_ins": event.page_ins,
-        "drops": event.drops,
-        "score_s": round(event.score_s, 6),
-        "apply_s": round(event.apply_s, 6),
-        "missed": _short(event.missed),
-    }
 
 
 def _short(x: float) -> float | None:
@@ -291,25 +227,10 @@ def _short(x: float) -> float | None:
     return float(f"{x:.3g}") if math.isfinite(x) else None
 
 
-#
-# requests of the page
-#
-
-
-def _number(text: str | None, name: str) -> int:
-    if text is None or not re.fullmatch(r"[0-9]{1,9}", text):
-        msg = f"{name} must be a number from 0, as in /kvflash/chunk?sequence=0&chunk=12"
-        raise invalid(msg, name, "invalid_value")
-    return int(text)
-
-
-def _pin_of(body: dict[str, Any]) -> dict[str, Any]:
-    """Check the body of /kvflash/pin. Raises RequestError."""
-    for name, kind in _PIN.items():
-        if type(body.get(name)) is not kind or (kind is int and body[name] < 0):
-            msg = f"{name} must be {'true or false' if kind is bool else 'a number from 0'}"
-            raise invalid(msg, name, "invalid_type")
-    if unknown := sorted(body.keys() - _PIN.keys()):
-        msg = f"{unknown[0][:100]} is not a field of this request: it has {', '.join(_PIN)}"
-        raise invalid(msg, unknown[0], "unknown_field")
-    return body
+def _place(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the sequence and the chunk that a request names. Raises RequestError."""
+    for name in ("sequence", "chunk"):
+        if type(given.get(name)) is not int or given[name] < 0:
+            msg = f"{name} must be a number from 0, as in /kvflash/chunk?sequence=0&chunk=12"
+            raise invalid(msg, name, "invalid_value")
+    return given["sequence"], given["chunk"]

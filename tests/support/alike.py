@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from support.bodies import CHAT, MESSAGE, OLLAMA_CHAT, RESPONSES
 
 PICTURE = "iVBORw0KGgo="
+DATA = f"data:image/png;base64,{PICTURE}"
 _WORDS = (
     "",
     "Hello.",
@@ -25,19 +26,20 @@ _WORDS = (
 
 
 class Said(NamedTuple):
-    """A message. role: user, assistant, or tool, with the result of the call before."""
+    """A message. role: of the OpenAI protocol; tool: with the result of the call before. text: or an array, or nothing."""
 
     role: str
-    text: str
+    text: Any
     calls: bool = False  # of the assistant: it calls a tool
     picture: bool = False  # of a tool: its result has one
 
 
 class Conversation(NamedTuple):
-    """A system message and turns."""
+    """A system message and turns. tools: whether the request has the tool that is called."""
 
     system: str | None
     said: tuple[Said, ...]
+    tools: bool = True
 
 
 def conversation(rng: random.Random) -> Conversation:
@@ -60,60 +62,54 @@ _CALL = {"name": "weather", "arguments": '{"city": "Lima"}'}
 _TOOL = {"name": "weather", "description": "It.", "parameters": {"type": "object", "properties": {"city": {}}}}
 
 
+def _parts(said: Said, kind: str, picture: dict[str, Any]) -> Any:
+    """The result of a tool, with the picture after its text."""
+    return [{"type": kind, "text": said.text}, picture] if said.picture else said.text
+
+
 def _chat(one: Conversation) -> dict[str, Any]:
     def message(said: Said) -> dict[str, Any]:
         if said.role == "tool":
-            picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}}
-            parts = [{"type": "text", "text": said.text}, picture]
-            return {"role": "tool", "tool_call_id": "c1", "content": parts if said.picture else said.text}
+            content = _parts(said, "text", {"type": "image_url", "image_url": {"url": DATA}})
+            return {"role": "tool", "tool_call_id": "c1", "content": content}
         calls = {"tool_calls": [{"id": "c1", "type": "function", "function": _CALL}]} if said.calls else {}
         return {"role": said.role, "content": said.text, **calls}
 
     system = [] if one.system is None else [{"role": "system", "content": one.system}]
-    tools = [{"type": "function", "function": _TOOL}]
-    return {"messages": [*system, *map(message, one.said)], "tools": tools, "max_tokens": 1, "temperature": 0}
+    tools = {"tools": [{"type": "function", "function": _TOOL}]} if one.tools else {}
+    return {"messages": [*system, *map(message, one.said)], **tools, "max_tokens": 1, "temperature": 0}
 
 
 def _blocks(one: Conversation) -> dict[str, Any]:
     def message(said: Said) -> dict[str, Any]:
         if said.role == "tool":
             picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PICTURE}}
-            content = [{"type": "text", "text": said.text}, *([picture] if said.picture else [])]
-            return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": content}]}
-        if said.calls:
-            return {
-                "role": "assistant",
-                "content": [
-                    {"type": "tool_use", "id": "c1", "name": "weather", "input": json.loads(_CALL["arguments"])}
-                ],
-            }
-        return {"role": said.role, "content": said.text}
+            result = {"type": "tool_result", "tool_use_id": "c1", "content": _parts(said, "text", picture)}
+            return {"role": "user", "content": [result]}
+        call = {"type": "tool_use", "id": "c1", "name": "weather", "input": json.loads(_CALL["arguments"])}
+        role = "system" if said.role == "developer" else said.role
+        return {"role": role, "content": [call] if said.calls else said.text}
 
-    tool = {"name": "weather", "description": "It.", "input_schema": _TOOL["parameters"]}
     system = {} if one.system is None else {"system": one.system}
-    return {**system, "messages": [*map(message, one.said)], "tools": [tool], "max_tokens": 1, "temperature": 0}
+    tools = (
+        {"tools": [{"name": "weather", "description": "It.", "input_schema": _TOOL["parameters"]}]} if one.tools else {}
+    )
+    return {**system, "messages": [*map(message, one.said)], **tools, "max_tokens": 1, "temperature": 0}
 
 
 def _items(one: Conversation) -> dict[str, Any]:
     def item(said: Said) -> dict[str, Any]:
         if said.role == "tool":
-            picture = {"type": "input_image", "image_url": f"data:image/png;base64,{PICTURE}"}
-            parts = [{"type": "input_text", "text": said.text}, picture]
-            return {"type": "function_call_output", "call_id": "c1", "output": parts if said.picture else said.text}
+            output = _parts(said, "input_text", {"type": "input_image", "image_url": DATA})
+            return {"type": "function_call_output", "call_id": "c1", "output": output}
         if said.calls:
             return {"type": "function_call", "call_id": "c1", **_CALL}
         return {"role": said.role, "content": said.text}
 
     system = {} if one.system is None else {"instructions": one.system}
-    tools = [{"type": "function", **_TOOL}]
-    return {
-        **system,
-        "input": [*map(item, one.said)],
-        "tools": tools,
-        "max_output_tokens": 1,
-        "temperature": 0,
-        "store": False,
-    }
+    tools = {"tools": [{"type": "function", **_TOOL}]} if one.tools else {}
+    how = {"max_output_tokens": 1, "temperature": 0, "store": False}
+    return {**system, "input": [*map(item, one.said)], **tools, **how}
 
 
 def _ollama(one: Conversation) -> dict[str, Any]:
@@ -125,9 +121,9 @@ def _ollama(one: Conversation) -> dict[str, Any]:
         return {"role": said.role, "content": said.text, **({"tool_calls": [call]} if said.calls else {})}
 
     system = [] if one.system is None else [{"role": "system", "content": one.system}]
-    tools = [{"type": "function", "function": _TOOL}]
+    tools = {"tools": [{"type": "function", "function": _TOOL}]} if one.tools else {}
     options = {"num_predict": 1, "temperature": 0}
-    return {"messages": [*system, *map(message, one.said)], "tools": tools, "options": options, "stream": False}
+    return {"messages": [*system, *map(message, one.said)], **tools, "options": options, "stream": False}
 
 
 FORMS: dict[str, Callable[[Conversation], dict[str, Any]]] = {

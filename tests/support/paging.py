@@ -217,8 +217,8 @@ class Paging(RuleBasedStateMachine):
     def apply(self, plan: Plan) -> None:
         self.drop(plan.drops)
         for c in plan.page_ins:
-            self.world.page_in(c)
             self.ledger.page_in(c)
+            self.world.page_in(c)
             self.seen["page in"] += 1
 
     def check(self, plan: Plan, n_blocks: int, page_ins: Iterable[int] = (), keep: Iterable[int] = ()) -> None:

@@ -7,21 +7,30 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import httpx
 import numpy as np
 import pytest
+
+pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)  # who imports this file needs no such line
+pytest.importorskip("httpx")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import httpx
 import uvicorn
 
 from pyllama_kvflash import KVFlash, Sampling
 from pyllama_kvflash.engine.writer import Writer
 from pyllama_kvflash.events import Token
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
-from pyllama_kvflash.serve.app import Server, Settings
-from pyllama_kvflash.serve.job import Failed, Finished, Job, Text, Update
-from pyllama_kvflash.serve.scheduler import Phase, Scheduler
+from pyllama_kvflash.serve.app import Server
+from pyllama_kvflash.serve.job import Failed, Finished, Job, Phase, Text, Update
+from pyllama_kvflash.serve.scheduler import Scheduler
 from pyllama_kvflash.serve.server import bound, config
+from pyllama_kvflash.serve.settings import Settings
 from support import needles
 from support.commands import forget_settings
 from support.rounding import Chosen, relative_rms
@@ -32,6 +41,7 @@ T = TypeVar("T")
 NAME = BUNDLED_MODEL.stem
 SMALL: dict[str, Any] = {"n_ctx": 4096, "pool": 2048, "n_batch": 128, "n_threads": 1, "n_parallel": 2}
 N_CODE = 5  # tokens of a code and of the end of its line: what follows is less certain
+TOOLS_TEMPLATE = (Path(__file__).resolve().parents[1] / "data" / "tools.jinja").read_text("utf-8")
 # As the model was trained: a question, its answer, a line's end.
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '\n' if m.role == 'assistant' }}{% endfor %}"
 
@@ -60,30 +70,17 @@ class Running:
     """A server in a thread of this process, on a port of its own."""
 
     def __init__(
-        self, scheduler: Scheduler | None = None, *, ready: bool = True, n_queue: int = 8, key: str | None = None,
-        n_predict: int = -1, max_body: int = 1 << 20, template: str | None = TEMPLATE, webui: bool = True, strict: bool = False,
-        log_format: str = "text", log_bodies: bool = False, keep_alive: float = 75.0,
-        api_prefix: str = "", **options: Any,
+        self, scheduler: Scheduler | None = None, *, ready: bool = True, n_queue: int = 8, keep_alive: float = 75.0, **options: Any
     ) -> None:  # fmt: skip
+        """options: of Settings, and of the engine."""
+        own = {f.name: options.pop(f.name) for f in fields(Settings) if f.name in options}
+        settings = Settings(NAME, Sampling(), **{"max_body": 1 << 20, "template": TEMPLATE, **own})
         self.scheduler = scheduler or Scheduler(open_needle(**options), n_queue=n_queue)
         self.notes: list[str] = []
-        settings = Settings(
-            NAME,
-            Sampling(),
-            n_predict,
-            max_body,
-            key,
-            template,
-            webui,
-            strict,
-            log_format,
-            log_bodies,
-            api_prefix=api_prefix,
-        )
         self._handlers = Server(self.scheduler, settings, self.notes.append)
         app = self._handlers.app()
         self._socket = bound("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}{api_prefix}"
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}{settings.api_prefix}"
         self._server = uvicorn.Server(config(app, keep_alive=keep_alive, close=1))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
         self.scheduler.start()
@@ -91,9 +88,8 @@ class Running:
         until(lambda: self._server.started)
         if ready:
             until(lambda: self.scheduler.phase != Phase.LOADING)
-        self.http = httpx.Client(
-            base_url=self.url, timeout=60, headers={"Authorization": f"Bearer {key}"} if key else {}
-        )
+        headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+        self.http = httpx.Client(base_url=self.url, timeout=60, headers=headers)
 
     def __enter__(self) -> Self:
         return self
@@ -158,6 +154,13 @@ def sse(text: str) -> tuple[list[Any], list[str]]:
 def server() -> Iterator[Running]:
     """One for all that leave it as it was."""
     with Running(max_body=64 << 10) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def with_tools() -> Iterator[Running]:
+    """One whose template has tools, for all that leave it as it was."""
+    with Running(template=TOOLS_TEMPLATE, max_body=64 << 10) as running:
         yield running
 
 

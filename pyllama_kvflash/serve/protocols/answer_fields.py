@@ -9,14 +9,21 @@ from pyllama_kvflash.errors import UsageError, number
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.native import MAX_BIASES, MAX_BREAKERS, RANGES, Sampling, order_of, order_of_letters
 from pyllama_kvflash.serve.protocols import conversation
-from pyllama_kvflash.serve.protocols.fields import array, get, obj, one_of, ranged
-from pyllama_kvflash.serve.protocols.protocol import Served
+from pyllama_kvflash.serve.protocols.fields import array, get, obj, ranged
+from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
 from pyllama_kvflash.serve.protocols.request_error import invalid
 
-SAMPLING = {
-    "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed",
-    "grammar", "samplers", "dry_sequence_breakers", "ignore_eos", *RANGES,
-}  # fmt: skip
+_RANGES: dict[str, tuple[type[int | float], float, float]] = {
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "top_k": (int, -1, 2**31 - 1),
+    "min_p": (float, 0, 1),
+    "repeat_penalty": (float, 0.001, 1000),
+    "frequency_penalty": (float, -2, 2),
+    "presence_penalty": (float, -2, 2),
+    **RANGES,
+}
+SAMPLING = {*_RANGES, "logit_bias", "seed", "grammar", "samplers", "dry_sequence_breakers", "ignore_eos"}
 """Fields that sampling_of() reads."""
 
 MAX_STOP, MAX_STOP_CHARS = 64, 500  # the protocol allows 4 strings; autocompletion sends more
@@ -25,39 +32,29 @@ MAX_SEED = 2**32 - 1  # seeds of the sampler; those of the protocol are 64-bit
 
 def sampling_of(fields: Mapping[str, Any], served: Served) -> Sampling:
     """Return the settings that choose tokens. Raises RequestError."""
-    given: dict[str, Any] = {
-        "temperature": ranged(fields, "temperature", float, 0, 2),
-        "top_p": ranged(fields, "top_p", float, 0, 1),
-        "top_k": ranged(fields, "top_k", int, -1, 2**31 - 1),
-        "min_p": ranged(fields, "min_p", float, 0, 1),
-        "repeat_penalty": ranged(fields, "repeat_penalty", float, 0.001, 1000),
-        "frequency_penalty": ranged(fields, "frequency_penalty", float, -2, 2),
-        "presence_penalty": ranged(fields, "presence_penalty", float, -2, 2),
-        **{name: _in_range(fields, name, served.kv.options.n_ctx) for name in RANGES},
+    found: dict[str, Any] = {
+        **{name: _in_range(fields, name, served.kv.options.n_ctx) for name in _RANGES},
         "samplers": _order(fields.get("samplers")),
         "dry_sequence_breakers": _breakers(array(fields, "dry_sequence_breakers")),
         "ignore_eos": get(fields, "ignore_eos", bool),
         "logit_bias": _logit_bias(obj(fields, "logit_bias"), served.kv.model.n_vocab),
         "grammar": get(fields, "grammar", str),
     }
-    if given["top_k"] == -1:  # llama.cpp's value for all tokens
-        given["top_k"] = 0
     seed = get(fields, "seed", int)
-    given["seed"] = None if seed in {None, -1} else seed % MAX_SEED  # -1: a random one
+    found["seed"] = None if seed in {None, -1} else seed % MAX_SEED  # -1: a random one
     try:
-        return replace(served.defaults, **{k: v for k, v in given.items() if v is not None})
+        return replace(served.defaults, **{k: v for k, v in found.items() if v is not None})
     except UsageError as err:  # a text of dry_sequence_breakers: the others were checked
         raise invalid(str(err).replace("`", ""), "dry_sequence_breakers", "invalid_value") from None
 
 
 def _in_range(fields: Mapping[str, Any], name: str, n_ctx: int) -> float | None:
-    kind, low, high = RANGES[name]
-    if name in _LAST and fields.get(name) == -1:
+    kind, low, high = _RANGES[name]
+    if fields.get(name) == -1 and name in {"repeat_last_n", "dry_penalty_last_n"}:  # as many as the context has
         return int(min(n_ctx, high))
+    if fields.get(name) == -1 and name == "top_k":  # all
+        return 0
     return ranged(fields, name, kind, low, high)
-
-
-_LAST = "repeat_last_n", "dry_penalty_last_n"  # -1: as many as the context has
 
 
 def _order(value: Any) -> tuple[str, ...] | None:
@@ -98,33 +95,44 @@ def _logit_bias(value: dict[str, Any] | None, n_vocab: int) -> tuple[tuple[int, 
     return tuple(found)
 
 
-_FORMATS = "text", "json_object", "json_schema"
-
-
 def schema_of(fields: Mapping[str, Any]) -> Checked | None:
     """Return the JSON schema of the answer; None: it may be any text. Raises RequestError."""
     form = obj(fields, "response_format")
-    asked = None if form is None else _asked_schema(form)
-    given = fields.get("json_schema")
+    asked, given = conversation.schema_of_form(form, "response_format", "json_schema"), fields.get("json_schema")
     if sum(bool(source) for source in (asked is not None, given is not None, fields.get("grammar"))) > 1:
         msg = "response_format, json_schema and grammar cannot be combined: give one of them"
         raise invalid(msg, "response_format" if form else "grammar", "invalid_value")
     return asked if given is None else conversation.schema(given, "json_schema")
 
 
-def _asked_schema(form: dict[str, Any]) -> Checked | None:
-    """Return the schema of a response_format; None: any text."""
-    kind = one_of(form, "type", _FORMATS, "response_format.type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return conversation.schema(form.get("schema", {"type": "object"}), "response_format.schema")
-    asked = obj(form, "json_schema", "response_format.json_schema") or {}
-    if "schema" not in asked:
-        msg = "response_format has no schema: give json_schema.schema, an object"
-        raise invalid(msg, "response_format", "invalid_value")
-    strict = bool(get(asked, "strict", bool, "response_format.json_schema.strict"))
-    return conversation.schema(asked["schema"], "response_format.json_schema.schema", strict=strict)
+def template_kwargs(fields: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+    """Return the template's settings. effort: of reasoning; "none": there is none. Raises RequestError."""
+    res = dict(obj(fields, "chat_template_kwargs") or {})
+    if effort:
+        res |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return res
+
+
+def given(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are given: null stands for none."""
+    return {k: v for k, v in body.items() if v is not None}
+
+
+def usual(fields: Mapping[str, Any], served: Served, max_tokens: int | None) -> ParsedRequest:
+    """Return a request with the fields that the OpenAI protocol and llama-server share. Raises RequestError."""
+    get(fields, "model", str)  # any name: there is one model
+    slot = ranged(fields, "id_slot", int, -1, len(served.kv.sequences) - 1)
+    return ParsedRequest(
+        schema=schema_of(fields),
+        sampling=sampling_of(fields, served),
+        max_tokens=max_tokens,
+        stop=stop_of(fields.get("stop")),
+        stream=bool(get(fields, "stream", bool)),
+        id_slot=-1 if slot is None else slot,
+        cache_prompt=get(fields, "cache_prompt", bool) is not False,
+        timings_per_token=bool(get(fields, "timings_per_token", bool)),
+        return_progress=bool(get(fields, "return_progress", bool)),
+    )
 
 
 def max_tokens_of(fields: Mapping[str, Any]) -> int | None:

@@ -6,8 +6,8 @@ from typing import Any
 from pyllama_kvflash.native import Delta
 from pyllama_kvflash.serve.job import Finished, Reading, Text
 from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser, arguments_of
-from pyllama_kvflash.serve.protocols.openai_response import event
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest, TooLong
+from pyllama_kvflash.serve.protocols.reply import Reply, event
 from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
 
 _REASONS = {
@@ -41,17 +41,15 @@ def too_long(err: TooLong) -> RequestError:
     return invalid(f"prompt is too long: {n} tokens > {err.n_ctx} maximum", "messages")
 
 
-class AnthropicReply:
+class AnthropicReply(Reply):
     """A Reply of the Anthropic protocol."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
         """model: its name. found: the request."""
-        self._model, self._n_prompt, self._stop = model, len(found.tokens), found.parsed.stop
+        super().__init__(model, found)
         self._id = f"msg_{secrets.token_hex(12)}"
-        self._parser = AnswerParser(found.rendered, self._stop)
         self._block: tuple[str, int] | None = None  # the type of the open block, and the index of its call
         self._n_blocks = 0
-        self._done: Finished | None = None
 
     def first(self) -> bytes:
         """Begin the stream."""
@@ -64,9 +62,9 @@ class AnthropicReply:
 
     def end(self, done: Finished) -> bytes:
         """End the answer."""
-        self._done = done
         res = b"".join(self._delta(delta) for delta in self._parser.end(done)) + self._closed()
         reason, stop = self._reason(done)
+        self._whole = self._message(_content(self._parser), reason, stop, _usage(done))
         return res + _event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=_usage(done))
 
     def last(self) -> bytes:
@@ -84,22 +82,6 @@ class AnthropicReply:
     def alive(self) -> bytes:
         """Keep the stream alive by an event that clients know."""
         return _event("ping")
-
-    def whole(self) -> dict[str, Any]:
-        """Return the whole answer as one object."""
-        if self._done is None:
-            msg = "the answer has not ended"
-            raise AssertionError(msg)
-        answer = self._parser
-        content: list[dict[str, Any]] = []
-        if answer.reasoning:
-            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.content:
-            content.append({"type": "text", "text": answer.content})
-        content += [
-            {"type": "tool_use", "id": c["id"], "name": c["name"], "input": arguments_of(c)} for c in answer.calls
-        ]
-        return self._message(content, *self._reason(self._done), _usage(self._done))
 
     def _message(
         self, content: list[Any], reason: str | None, stop: str | None, usage: dict[str, int]
@@ -119,7 +101,7 @@ class AnthropicReply:
         """Return why the answer ended, and the stop string of the request that ended it."""
         if self._parser.called(done):
             return "tool_use", None
-        if done.stop in self._stop:
+        if done.stop in self._found.parsed.stop:
             return "stop_sequence", done.stop
         return _REASONS[done.reason], None
 
@@ -149,6 +131,18 @@ class AnthropicReply:
             return b""
         self._block, self._n_blocks = None, self._n_blocks + 1
         return _event("content_block_stop", index=self._n_blocks - 1)
+
+
+def _content(answer: AnswerParser) -> list[dict[str, Any]]:
+    """Return the blocks of a whole answer."""
+    res: list[dict[str, Any]] = []
+    if answer.reasoning:
+        res.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.content:
+        res.append({"type": "text", "text": answer.content})
+    return res + [
+        {"type": "tool_use", "id": c["id"], "name": c["name"], "input": arguments_of(c)} for c in answer.calls
+    ]
 
 
 def _usage(done: Finished) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyllama_kvflash.chat.engine import Message
 from pyllama_kvflash.json_schema import Checked, SchemaError, check, check_arguments, refuse_loosened
-from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, is_object, kind, one_of, text
+from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, is_object, kind, obj, one_of, text
 from pyllama_kvflash.serve.protocols.request_error import invalid
 
 MAX_TOOLS = 256
@@ -55,6 +55,7 @@ def _with_one_system(given: Sequence[Message]) -> tuple[Message, ...]:
     return ({"role": "system", "content": "\n\n".join(m["content"] for m in given[:n])}, *given[n:])
 
 
+_TEXTS = {"text": "text", "refusal": "refusal"}
 _UNSEEN = {
     "image": ("image", "image_url", "input_image", "computer_screenshot"),
     "file": ("file", "input_file", "document", "resource", "resource_link"),
@@ -66,18 +67,59 @@ _UNSEEN = {
 _KINDS = {which: name for name, types in _UNSEEN.items() for which in types}
 
 
-def unseen(part: Any, at: str, unknown: Unknown | None) -> str | None:
-    """Return what the model sees of a part of a tool's result that it cannot see: an agent cannot do without the result.
+def content(value: Any, at: str, types: Mapping[str, str], unknown: Unknown | None = None) -> str:
+    """Return the text of a string, or of an array of parts. types: of parts that are texts, each with the field that has the text.
 
-    unknown: None where such a part is refused, as in other messages. None is returned for all other parts: a text of another
-    protocol's type is refused, not lost. Raises RequestError if --strict.
+    unknown: the value is a tool's result: of what the model cannot see in it, it sees the type, because an agent cannot do without
+    the result. Elsewhere such parts are refused, and so is a text of another protocol's type. Raises RequestError.
     """
-    which = part.get("type") if isinstance(part, dict) else None
-    name = _KINDS.get(which) if isinstance(which, str) else None
-    if unknown is None or name is None:
-        return None
-    unknown.leave_out(at, f"of a part of the type {name} the model sees only the type")
-    return f"[{name}: this model reads text only]"
+    if isinstance(value, str):
+        return value
+    if value is None and unknown is not None:
+        return ""
+    if not isinstance(value, list):
+        raise invalid(f"{at} is {kind(value)}: give a string, or an array of text parts", at, "invalid_type")
+    res = []
+    for i, part in enumerate(value):
+        here = f"{at}[{i}]"
+        which = text(as_object(part, here, "type and text"), "type", f"{here}.type")
+        if which in types:
+            res.append(text(part, types[which], f"{here}.{types[which]}"))
+        elif unknown is not None and which in _KINDS:
+            unknown.leave_out(here, f"of a part of the type {_KINDS[which]} the model sees only the type")
+            res.append(f"[{_KINDS[which]}: this model reads text only]")
+        else:
+            example = json.dumps({"type": next(iter(types)), "text": "..."})
+            msg = f"{here} is of the type {which[:100]!r}: only text can be read, such as {example}"
+            raise invalid(msg, here, "unsupported_parameter")
+    return joined(res)
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Return the texts of several parts as one. An empty one adds nothing."""
+    return "\n".join(filter(None, texts))
+
+
+def by_turns(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which two turns of one role in a row are one turn, as some protocols have it."""
+    res: list[dict[str, Any]] = []
+    for message in given:
+        if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:
+            res[-1] = _merged(res[-1], message)
+        else:
+            res.append(message)
+    return res
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return two messages of one role, of which other follows, as one."""
+    res: dict[str, Any] = {"role": one["role"], "content": ""}
+    for key in ("content", "reasoning_content"):
+        if found := [m[key] for m in (one, other) if m.get(key)]:
+            res[key] = "\n".join(found)
+    if calls := [*one.get("tool_calls", []), *other.get("tool_calls", [])]:
+        res["tool_calls"] = calls
+    return res
 
 
 def messages(value: Any, unknown: Unknown) -> tuple[Message, ...]:
@@ -86,17 +128,6 @@ def messages(value: Any, unknown: Unknown) -> tuple[Message, ...]:
         raise invalid("messages must be an array of at least one message", "messages", "invalid_type")
     called: dict[str, str] = {}  # names of functions, by the ids of calls
     return _with_one_system([_message(m, f"messages[{i}]", called, unknown) for i, m in enumerate(value)])
-
-
-def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return two messages of one role, of which other follows, as one."""
-    res: dict[str, Any] = {"role": one["role"]}
-    for key in ("content", "reasoning_content"):
-        if content := [m[key] for m in (one, other) if m.get(key)]:
-            res[key] = "\n".join(content)
-    if calls := [*one.get("tool_calls", []), *other.get("tool_calls", [])]:
-        res["tool_calls"] = calls
-    return {"content": "", **res}
 
 
 def _message(value: Any, at: str, called: dict[str, str], unknown: Unknown) -> Message:
@@ -109,10 +140,8 @@ def _message(value: Any, at: str, called: dict[str, str], unknown: Unknown) -> M
         unknown.see(f"{at}.{extra}")
     if role == "assistant":
         return _assistant(given, at, called)
-    there = given.get("content")
-    if role == "tool":
-        there = _seen(there, f"{at}.content", unknown)
-    res = {"role": role, "content": content(there, f"{at}.content")}
+    there = content(given.get("content"), f"{at}.content", _TEXTS, unknown if role == "tool" else None)
+    res = {"role": role, "content": there}
     if role == "tool":
         res["tool_call_id"] = text(given, "tool_call_id", f"{at}.tool_call_id")
         if name := get(given, "name", str, f"{at}.name") or called.get(res["tool_call_id"]):
@@ -129,7 +158,7 @@ def _assistant(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Mes
     thought, refusal = (get(given, k, str, f"{at}.{k}") for k in ("reasoning_content", "refusal"))
     there = given.get("content")
     there = refusal or "" if there is None else there
-    res: dict[str, Any] = {"role": "assistant", "content": content(there, f"{at}.content")}
+    res: dict[str, Any] = {"role": "assistant", "content": content(there, f"{at}.content", _TEXTS)}
     if calls:
         res["tool_calls"] = calls
     if thought:
@@ -158,87 +187,56 @@ def _arguments(given: str) -> str:
     return json.dumps({"arguments": given}, ensure_ascii=False)
 
 
-def content(value: Any, at: str) -> str:
-    """Return the text of a string, or of an array of parts, each a text or a refusal. Raises RequestError."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid(f"{at} is {kind(value)}: give a string, or an array of text parts", at, "invalid_type")
-    texts = [part[part["type"]] for part in value if _is_text(part)]
-    if len(texts) < len(value):
-        raise invalid(f'{at} has a part that is not {{"type": "text", "text": "..."}}: only text can be read', at)
-    return joined(texts)
-
-
-def joined(texts: Iterable[str]) -> str:
-    """Return the texts of several parts as one. An empty one adds nothing."""
-    return "\n".join(filter(None, texts))
-
-
-def _seen(value: Any, at: str, unknown: Unknown) -> Any:
-    """Return the content of a tool's result, as text where the model cannot see it. No content is an empty text."""
-    if value is None:
-        return ""
-    if not isinstance(value, list):
-        return value
-    shown = [unseen(part, f"{at}[{i}]", unknown) for i, part in enumerate(value)]
-    return [part if note is None else {"type": "text", "text": note} for part, note in zip(value, shown, strict=True)]
-
-
-_TEXTS = "text", "refusal"
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in _TEXTS and isinstance(part.get(part["type"]), str)
-
-
 #
 # tools
 #
 
 
 def tools(
-    value: Any, parameters: str = "tools[{}].function.parameters", places: Sequence[int] | None = None
+    value: Any, inside: str = "function", schema: str = "parameters", places: Sequence[int] | None = None
 ) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a request. parameters: the name of a tool's schema in messages.
+    """Return the tools of a request, in the form of the OpenAI protocol.
 
+    inside: the field of a tool that has its name; "": the tool itself. schema: the field beside the name that has the schema.
     places: of the tools in the request, where some are left out. Raises RequestError.
     """
     given = array({"tools": value}, "tools") or []
     if len(given) > MAX_TOOLS:
         raise invalid(f"tools has {len(given)} tools: the limit is {MAX_TOOLS}", "tools", "invalid_value")
     numbered = zip(places or range(len(given)), given, strict=True)
-    res = tuple(_tool(tool, f"tools[{i}]", parameters.format(i)) for i, tool in numbered)
+    res = tuple(_tool(tool, f"tools[{i}]", inside, schema) for i, tool in numbered)
     names = [tool["function"]["name"] for tool in res]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise invalid(f"tools has two tools with the name {twice}: rename one", "tools", "invalid_value")
     return res
 
 
-def _tool(value: Any, at: str, parameters: str) -> dict[str, Any]:
-    given = as_object(value, at, "type and function")
-    one_of(given, "type", ("function",), f"{at}.type")
-    function = as_object(given.get("function"), f"{at}.function", "a name")
-    name = text(function, "name", f"{at}.function.name")
+def _tool(value: Any, at: str, inside: str, schema: str) -> dict[str, Any]:
+    given = as_object(value, at, f"type and {inside or 'name'}")
+    if inside:
+        one_of(given, "type", ("function",), f"{at}.type")
+        at = f"{at}.{inside}"
+        given = as_object(given.get(inside), at, "a name")
+    name = text(given, "name", f"{at}.name")
     if not _NAME.fullmatch(name):
-        msg = f"{at}.function.name is {name[:100]!r}: give up to 128 letters, digits, dots, dashes and underscores"
-        raise invalid(msg, f"{at}.function.name", "invalid_value")
-    res = {
+        msg = f"{at}.name is {name[:100]!r}: give up to 128 letters, digits, dots, dashes and underscores"
+        raise invalid(msg, f"{at}.name", "invalid_value")
+    function = {
         "name": name,
-        "description": get(function, "description", str, f"{at}.function.description") or "",
-        "parameters": _parameters(function, at, parameters),
+        "description": get(given, "description", str, f"{at}.description") or "",
+        "parameters": _parameters(given, at, schema),
     }
-    return {"type": "function", "function": res}
+    return {"type": "function", "function": function}
 
 
-def _parameters(function: Mapping[str, Any], at: str, name: str) -> dict[str, Any] | bool:
+def _parameters(function: Mapping[str, Any], at: str, key: str) -> dict[str, Any] | bool:
     """Return the schema of a tool's arguments. If it cannot be enforced, a strict tool is refused. For other tools the grammar
     leaves such parts out.
     """
-    given = function.get("parameters")
+    given, name = function.get(key), f"{at}.{key}"
     if given is not None and not isinstance(given, dict | bool):
         raise invalid(f"{name} is {kind(given)}: give a JSON schema, an object", name, "invalid_type")
-    if given is not None and get(function, "strict", bool, f"{at}.function.strict"):
+    if given is not None and get(function, "strict", bool, f"{at}.strict"):
         with _schema_errors(name):
             refuse_loosened(check_arguments(given))
     return {} if given is None else given
@@ -253,6 +251,23 @@ def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
         raise invalid(f"{name} is {kind(value)}: give a JSON schema, an object", name, "invalid_type")
     with _schema_errors(name):
         return check(value, strict=strict)
+
+
+def schema_of_form(form: dict[str, Any] | None, at: str, inside: str = "") -> Checked | None:
+    """Return the JSON schema of a form that an answer is to have; None: it may be any text. Raises RequestError.
+
+    inside: the field of the form with its json_schema; "": the form itself has it.
+    """
+    which = "text" if form is None else one_of(form, "type", ("text", "json_object", "json_schema"), f"{at}.type")
+    if form is None or which == "text":
+        return None
+    if which == "json_object":
+        return schema(form.get("schema", {"type": "object"}), f"{at}.schema")
+    if inside:
+        form, at = obj(form, inside, f"{at}.{inside}") or {}, f"{at}.{inside}"
+    if "schema" not in form:
+        raise invalid(f"{at} has no schema: give an object", f"{at}.schema", "missing_field")
+    return schema(form["schema"], f"{at}.schema", strict=bool(get(form, "strict", bool, f"{at}.strict")))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pyllama_kvflash.serve.protocols.request_error import invalid
 T = TypeVar("T", bound=int | float | str | bool)
 
 MAX_DEPTH = 200  # of a body
-_MAX_NAME, _MAX_UNKNOWN = 100, 20  # characters of a field's name, and fields of a request, that are told
+_MAX_NAME, _MAX_UNKNOWN = 100, 40  # characters of a field's name, and parts of a request, that are told
 
 _KINDS: dict[type, str] = {
     bool: "true or false",
@@ -24,34 +24,32 @@ _KINDS: dict[type, str] = {
 
 
 class Unknown:
-    """Parts of a request that have no effect, such as fields that this server does not know: the client is told."""
+    """Parts of a request that have no effect, such as fields that this server does not know: the client is told.
+
+    warnings: a sentence for each of them.
+    """
 
     def __init__(self, *, strict: bool = False) -> None:
         """strict: refuse them."""
         self.strict = strict
-        self.names: list[str] = []
-        self._left_out: list[str] = []
+        self.warnings: list[str] = []
 
     def see(self, name: str) -> None:
         """Note an unknown field. Raises RequestError if unknown fields are refused."""
         name = name[:_MAX_NAME]
         if self.strict:
             raise invalid(f"{name!r} is not a known field: leave it out", name, "unknown_parameter")
-        if name not in self.names and len(self.names) < _MAX_UNKNOWN:
-            self.names.append(name)
+        self._warn(f"{name!a} is not a known field, and has no effect")
 
     def leave_out(self, name: str, why: str) -> None:
         """Note a part of the request that the model does not see. Raises RequestError if unknown fields are refused."""
-        sentence = f"{name} is left out: {why}"
         if self.strict:
             raise invalid(f"{name} cannot be used: {why}", name, "unsupported_parameter")
-        if sentence not in self._left_out and len(self._left_out) < _MAX_UNKNOWN:
-            self._left_out.append(sentence)
+        self._warn(f"{name} is left out: {why}")
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """A sentence for each of them."""
-        return (*(f"{name!a} is not a known field, and has no effect" for name in self.names), *self._left_out)
+    def _warn(self, sentence: str) -> None:
+        if sentence not in self.warnings and len(self.warnings) < _MAX_UNKNOWN:
+            self.warnings.append(sentence)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -15,65 +15,49 @@ IGNORED = {
 }  # fmt: skip
 """Fields that do not affect the answer."""
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "image_data": ([],),
-    "mcp_servers": ([],),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-    "lora": ([],),
-    "post_sampling_probs": (False,),
-    "return_tokens": (False,),
-    "min_tokens": (0,),
-    "prompt_logprobs": (0,),
-    "add_special_tokens": (True,),
-    "logits_processors": ([],),
-    "use_beam_search": (False,),
-    "num_beams": (1,),
-    "length_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "penalty_alpha": (0,),
-    "guidance_scale": (1,),
-    "negative_prompt": ("",),
-    "top_a": (0,),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "smoothing_factor": (0,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "structured_outputs": (),
-    "regex": ("",),
+UNSUPPORTED = {
+    "add_special_tokens", "audio", "best_of", "echo", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "function_call",
+    "functions", "guidance_scale", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "image_data", "length_penalty",
+    "logits_processors", "lora", "mcp_servers", "min_tokens", "modalities", "negative_prompt", "no_repeat_ngram_size", "num_beams",
+    "penalty_alpha", "post_sampling_probs", "prompt_logprobs", "regex", "return_tokens", "smoothing_factor", "structured_outputs",
+    "suffix", "tfs", "tfs_z", "top_a", "use_beam_search", "verbosity", "web_search_options",
+}  # fmt: skip
+"""Fields that this server does not support. One that is empty, false or 0 asks for nothing, but for those of _USUAL."""
+_USUAL: dict[str, Any] = {
+    "add_special_tokens": True,
+    "best_of": 1,
+    "encoder_repetition_penalty": 1,
+    "function_call": "none",
+    "guidance_scale": 1,
+    "length_penalty": 1,
+    "modalities": ["text"],
+    "num_beams": 1,
+    "tfs": 1,
+    "tfs_z": 1,
+    "verbosity": "medium",
 }
-"""Fields that this server does not support, with the values that have no effect (null never has one)."""
+"""Of these, the value that asks for nothing."""
 
 
 def check_known(
     fields: Mapping[str, Any], known: set[str], unknown: Unknown, ignored: set[str] = IGNORED, at: str = "",
-    unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
+    unsupported: set[str] = UNSUPPORTED,
 ) -> None:  # fmt: skip
     """Note unknown fields. Raises RequestError for a value that would change the answer, and that this server cannot obey.
 
-    at: a prefix of the names in messages. unsupported: fields that are refused, with the values that have no effect.
+    at: a prefix of the names in messages. unsupported: fields that are refused unless they ask for nothing.
     """
     for key, value in fields.items():
         if key in known or key in ignored:
             continue
         if key not in unsupported:
             unknown.see(f"{at}{key}")
-        # True == 1, but is not a number of answers
-        elif not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in unsupported[key]):
-            harmless = "".join(f", or give {json.dumps(v)}" for v in unsupported[key])
-            raise invalid(
-                f"{key} is not supported by this server: leave it out{harmless}", key, "unsupported_parameter"
-            )
+        elif key in _USUAL:
+            usual = _USUAL[key]
+            if value != usual or isinstance(value, bool) != isinstance(
+                usual, bool
+            ):  # True == 1, but is no number of answers
+                msg = f"{key} is not supported by this server: leave it out, or give {json.dumps(usual)}"
+                raise invalid(msg, key, "unsupported_parameter")
+        elif value:
+            raise invalid(f"{key} is not supported by this server: leave it out", key, "unsupported_parameter")

@@ -6,11 +6,11 @@ from typing import Any
 
 from pyllama_kvflash.engine.answer import MAX_ANSWER
 from pyllama_kvflash.native import MAX_PROBS
-from pyllama_kvflash.serve.protocols.answer_fields import SAMPLING, sampling_of, schema_of, stop_of
+from pyllama_kvflash.serve.protocols.answer_fields import SAMPLING, given, usual
 from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, ranged, text
 from pyllama_kvflash.serve.protocols.fim import File, infill
 from pyllama_kvflash.serve.protocols.known import check_known
-from pyllama_kvflash.serve.protocols.openai_request import given, prompt_of, reported, seated
+from pyllama_kvflash.serve.protocols.openai_request import prompt_of
 from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
 from pyllama_kvflash.serve.protocols.request_error import invalid
 
@@ -52,26 +52,14 @@ def infilling(body: dict[str, Any], served: Served) -> ParsedRequest:
 
 
 def _both(fields: Mapping[str, Any], served: Served, known: set[str]) -> ParsedRequest:
-    get(fields, "model", str)  # any name: there is one model
     for name, why in _LEFT_OUT.items():
         if fields.get(name):
             served.unknown.leave_out(name, why)
     check_known(fields, known | set(_LEFT_OUT), served.unknown)
-    schema = schema_of(fields)
-    sampling = sampling_of(fields, served)
-    if schema is not None:
-        sampling = replace(sampling, grammar=schema.grammar())
-    n_probs = ranged(fields, "n_probs", int, 0, MAX_PROBS)
     n_predict = ranged(fields, "n_predict", int, -1, MAX_ANSWER)
-    parsed = ParsedRequest(
-        schema=schema,
-        sampling=replace(sampling, n_probs=n_probs or None),
-        max_tokens=None if n_predict == -1 else n_predict,
-        stop=stop_of(fields.get("stop")),
-        stream=bool(get(fields, "stream", bool)),
-        extra=_wanted(fields, served.unknown),
-    )
-    return reported(fields, seated(fields, served, parsed))
+    parsed = usual(fields, served, None if n_predict == -1 else n_predict)
+    n_probs = ranged(fields, "n_probs", int, 0, MAX_PROBS) or None
+    return replace(parsed, sampling=replace(parsed.sampling, n_probs=n_probs), extra=_wanted(fields, served.unknown))
 
 
 def _wanted(fields: Mapping[str, Any], unknown: Unknown) -> tuple[str, ...]:

@@ -4,32 +4,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing, TokenLogprob
-from pyllama_kvflash.serve.protocols.openai_response import event
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
-from pyllama_kvflash.serve.protocols.request_error import RequestError
-from pyllama_kvflash.serve.protocols.timings import progress, timings
+from pyllama_kvflash.serve.protocols.reply import Reply, event, progress, timings
 
 _STOPS = {"eos": "eos", "stop": "word", "length": "limit", "context": "limit", "interrupted": "none"}
 
 
-class LlamaReply:
+class LlamaReply(Reply):
     """A Reply in llama-server's form: a request has one answer."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
         """model: its name. found: the request."""
-        self._model, self._found, self._n_prompt = model, found, len(found.tokens)
+        super().__init__(model, found)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-        self._whole: dict[str, Any] = {}
-
-    def first(self) -> bytes:
-        """Begin the stream: with nothing."""
-        return b""
 
     def reading(self, reading: Reading) -> bytes:
         """Say how much of the prompt is read."""
         if not self._found.parsed.return_progress:
-            return f": prefill {reading.done}/{reading.total}\n\n".encode()
+            return super().reading(reading)
         return event({**self._part("", Timing()), "prompt_progress": progress(reading)})
 
     def text(self, text: Text) -> bytes:
@@ -60,18 +53,6 @@ class LlamaReply:
         if self._logprobs and not parsed.stream:
             self._whole["completion_probabilities"] = [_shown(t) for t in self._logprobs]
         return event(self._whole)
-
-    def last(self) -> bytes:
-        """End the stream: the last event has said so."""
-        return b""
-
-    def failed(self, err: RequestError) -> bytes:
-        """End the stream after an error."""
-        return event(err.body())
-
-    def alive(self) -> bytes:
-        """Keep the stream alive by a comment, which clients ignore."""
-        return b": waiting\n\n"
 
     def whole(self) -> dict[str, Any]:
         """Return the answer as an object."""

@@ -10,12 +10,12 @@ from pyllama_kvflash.engine.answer import MAX_ANSWER
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.serve.protocols import conversation
-from pyllama_kvflash.serve.protocols.answer_fields import sampling_of, stop_of
+from pyllama_kvflash.serve.protocols.answer_fields import given, sampling_of, stop_of
 from pyllama_kvflash.serve.protocols.fields import array, as_object, get, kind, obj, one_of, ranged
 from pyllama_kvflash.serve.protocols.fim import infill
 from pyllama_kvflash.serve.protocols.known import check_known
 from pyllama_kvflash.serve.protocols.ollama_response import loaded
-from pyllama_kvflash.serve.protocols.openai_request import MAX_LOGPROBS, given
+from pyllama_kvflash.serve.protocols.openai_request import MAX_LOGPROBS
 from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
 from pyllama_kvflash.serve.protocols.request_error import Answered, invalid
 
@@ -80,8 +80,6 @@ def generate(body: dict[str, Any], served: Served) -> ParsedRequest:
     if raw or suffix:
         if system:
             served.unknown.leave_out("system", "the prompt is not a conversation")
-        if parsed.schema is not None:
-            parsed = replace(parsed, sampling=replace(parsed.sampling, grammar=parsed.schema.grammar()))
         if suffix:
             return replace(parsed, prompt=infill(served.kv, prompt, suffix, at="suffix"))
         return replace(parsed, prompt=prompt, special=True)

@@ -8,8 +8,9 @@ from pyllama_kvflash.native import Delta
 from pyllama_kvflash.serve.job import Finished, Reading, Text, TokenLogprob
 from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser, arguments_of
 from pyllama_kvflash.serve.protocols.fields import is_object
-from pyllama_kvflash.serve.protocols.openai_response import REASONS, chat_logprobs
+from pyllama_kvflash.serve.protocols.openai_response import chat_logprobs
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
+from pyllama_kvflash.serve.protocols.reply import REASONS, Reply
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.text import to_json
 
@@ -39,19 +40,13 @@ def loaded(name: str, key: str, *, unload: bool) -> dict[str, Any]:
     return {"model": tagged(name), "created_at": moment(), key: said, "done": True, "done_reason": reason}
 
 
-class ChatReply:
+class ChatReply(Reply):
     """A Reply of /api/chat."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
         """model: its name. found: the request."""
-        self._model = tagged(model)
-        self._parser = AnswerParser(found.rendered, found.parsed.stop)
+        super().__init__(tagged(model), found)
         self._logprobs: list[TokenLogprob] | None = None if found.parsed.sampling.n_probs is None else []
-        self._done: Finished | None = None
-
-    def first(self) -> bytes:
-        """Begin the stream: there is nothing to say yet."""
-        return b""
 
     def text(self, text: Text) -> bytes:
         """Add text to the answer."""
@@ -64,16 +59,14 @@ class ChatReply:
 
     def end(self, done: Finished) -> bytes:
         """End the answer. Calls come here, because each one comes whole."""
-        self._done = done
         res = b"".join(self._line(*_said(delta)) for delta in self._parser.end(done) if delta.call is None)
-        calls = _calls(self._parser)
+        answer, calls = self._parser, _calls(self._parser)
+        said = self._content(answer.content, answer.reasoning, calls)
+        logprobs = {} if self._logprobs is None else {"logprobs": _shown(self._logprobs)}
+        self._whole = {**self._head(), **said, **_end(done), **logprobs}
         if calls:
             res += _json({**self._head(), **self._content("", "", calls), "done": False})
         return res + _json({**self._head(), **self._content("", "", ()), **_end(done)})
-
-    def last(self) -> bytes:
-        """End the stream: the last line has been sent."""
-        return b""
 
     def failed(self, err: RequestError) -> bytes:
         """End the stream after an error."""
@@ -86,15 +79,6 @@ class ChatReply:
     def alive(self) -> bytes:
         """Keep the stream alive by a space before the next line: readers of JSON skip it, and clients fail on empty lines."""
         return b" "
-
-    def whole(self) -> dict[str, Any]:
-        """Return the whole answer as one object."""
-        if self._done is None:
-            msg = "the answer has not ended"
-            raise AssertionError(msg)
-        answer = self._parser
-        res = {**self._head(), **self._content(answer.content, answer.reasoning, _calls(answer)), **_end(self._done)}
-        return res if self._logprobs is None else {**res, "logprobs": _shown(self._logprobs)}
 
     def _head(self) -> dict[str, Any]:
         return {"model": self._model, "created_at": moment()}

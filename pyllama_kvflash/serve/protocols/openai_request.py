@@ -6,7 +6,7 @@ from typing import Any
 
 from pyllama_kvflash.errors import number
 from pyllama_kvflash.serve.protocols import conversation
-from pyllama_kvflash.serve.protocols.answer_fields import SAMPLING, max_tokens_of, sampling_of, schema_of, stop_of
+from pyllama_kvflash.serve.protocols.answer_fields import SAMPLING, given, max_tokens_of, template_kwargs, usual
 from pyllama_kvflash.serve.protocols.fields import Unknown, get, obj, ranged
 from pyllama_kvflash.serve.protocols.fim import infill
 from pyllama_kvflash.serve.protocols.known import check_known
@@ -35,8 +35,6 @@ def completion(body: dict[str, Any], served: Served) -> ParsedRequest:
     if not fields.keys() & {"max_tokens", "max_completion_tokens", "n_predict"}:
         res = replace(res, max_tokens=LEGACY_MAX_TOKENS)
     sampling = replace(res.sampling, n_probs=ranged(fields, "logprobs", int, 0, MAX_LOGPROBS))
-    if res.schema is not None:
-        sampling = replace(sampling, grammar=res.schema.grammar())
     prompt = prompt_of(fields.get("prompt"), served.kv.model.n_vocab)
     if suffix := get(fields, "suffix", str):
         if not isinstance(prompt, str):
@@ -45,38 +43,14 @@ def completion(body: dict[str, Any], served: Served) -> ParsedRequest:
     return replace(res, sampling=sampling, prompt=prompt)
 
 
-def given(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are given: null stands for none."""
-    return {k: v for k, v in body.items() if v is not None}
-
-
 def _both(fields: Mapping[str, Any], served: Served) -> ParsedRequest:
     """Return a request with the fields of chats and of completions."""
-    get(fields, "model", str)  # any name: there is one model
-    stream = bool(get(fields, "stream", bool))
-    parsed = ParsedRequest(
-        schema=schema_of(fields),
-        sampling=sampling_of(fields, served),
-        max_tokens=max_tokens_of(fields),
-        stop=stop_of(fields.get("stop")),
+    parsed = usual(fields, served, max_tokens_of(fields))
+    return replace(
+        parsed,
         n=ranged(fields, "n", int, 1, MAX_ANSWERS) or 1,
-        stream=stream,
-        include_usage=_include_usage(obj(fields, "stream_options"), served.unknown, stream=stream),
+        include_usage=_include_usage(obj(fields, "stream_options"), served.unknown, stream=parsed.stream),
     )
-    return reported(fields, seated(fields, served, parsed))
-
-
-def seated(fields: Mapping[str, Any], served: Served, parsed: ParsedRequest) -> ParsedRequest:
-    """Return a request with the sequence that llama-server's fields want for it. Raises RequestError."""
-    slot = ranged(fields, "id_slot", int, -1, len(served.kv.sequences) - 1)
-    reuse = get(fields, "cache_prompt", bool)
-    return replace(parsed, id_slot=-1 if slot is None else slot, cache_prompt=reuse is not False)
-
-
-def reported(fields: Mapping[str, Any], parsed: ParsedRequest) -> ParsedRequest:
-    """Return a request with what llama-server's fields want to be reported. Raises RequestError."""
-    each, progress = (bool(get(fields, name, bool)) for name in ("timings_per_token", "return_progress"))
-    return replace(parsed, timings_per_token=each, return_progress=progress)
 
 
 def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
@@ -88,9 +62,6 @@ def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
     choice = conversation.tool_choice(fields.get("tool_choice"), tools)
     if tools and choice != "none" and parsed.sampling.grammar:
         raise invalid("tools and a grammar cannot be combined: give one of them", "grammar", "invalid_value")
-    kwargs = dict(obj(fields, "chat_template_kwargs") or {})
-    if effort := get(fields, "reasoning_effort", str):
-        kwargs |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     return replace(
         parsed,
         sampling=replace(parsed.sampling, n_probs=_n_probs(fields)),
@@ -99,7 +70,7 @@ def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=get(fields, "parallel_tool_calls", bool),
-        chat_template_kwargs=kwargs,
+        chat_template_kwargs=template_kwargs(fields, get(fields, "reasoning_effort", str)),
     )
 
 

@@ -10,33 +10,33 @@ from pyllama_kvflash.native import Delta
 from pyllama_kvflash.serve.job import Finished, Reading, Text, Timing, TokenLogprob
 from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser, call_objects
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
+from pyllama_kvflash.serve.protocols.reply import REASONS, Reply, event, progress, timings
 from pyllama_kvflash.serve.protocols.request_error import RequestError
-from pyllama_kvflash.serve.protocols.timings import progress, timings
-from pyllama_kvflash.text import to_json
 
-REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
+DONE = b"data: [DONE]\n\n"
 
 
-class OpenAIReply:
+class OpenAIReply(Reply):
     """A Reply of the OpenAI protocol: of a chat or, without a rendered prompt, of a completion."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
         """model: its name. found: the request."""
-        rendered, stop = found.rendered, found.parsed.stop
-        self._found, self._n_prompt = found, len(found.tokens)
-        self._chat, self._rendered, self._stop = rendered is not None, rendered, stop
-        self._include_usage = found.parsed.include_usage
-        self._wants_logprobs = found.parsed.sampling.n_probs is not None
+        super().__init__(model, found)
+        self._chat = found.rendered is not None
         self._same = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
-        self._parser = AnswerParser(rendered, stop)
-        self._logprobs: list[TokenLogprob] = []  # of the answer's tokens
-        self._offsets = _Offsets()  # of the tokens that were sent
         self._choices: list[dict[str, Any]] = []
         self._ends: list[Finished] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin an answer."""
+        self._parser = AnswerParser(self._found.rendered, self._found.parsed.stop)
+        self._logprobs: list[TokenLogprob] = []  # of the answer's tokens
+        self._offsets = _Offsets()  # of the tokens that were sent
         self._opened = False
 
     def first(self) -> bytes:
@@ -65,14 +65,17 @@ class OpenAIReply:
         res += self._chunk({} if self._chat else "", reason, timing=done.timing)
         self._choices.append(self._choice(reason))
         self._ends.append(done)
-        self._parser, self._logprobs, self._opened = AnswerParser(self._rendered, self._stop), [], False
-        self._offsets = _Offsets()
+        self._begin()
+        kind = "chat.completion" if self._chat else "text_completion"
+        times = timings(self._ends[0].timing, self._n_prompt)  # of the first answer: it read the prompt
+        usage = self._usage()
+        self._whole = {**self._same, "object": kind, "choices": self._choices, "usage": usage, "timings": times}
         return res
 
     def last(self) -> bytes:
         """End the stream."""
         usage = {**self._same, "object": self._kind, "choices": [], "usage": self._usage()}
-        return (event(usage) if self._include_usage else b"") + DONE
+        return (event(usage) if self._found.parsed.include_usage else b"") + DONE
 
     def failed(self, err: RequestError) -> bytes:
         """End the stream after an error."""
@@ -83,22 +86,7 @@ class OpenAIReply:
         if self._found.parsed.return_progress:
             delta: dict[str, Any] | str = {"role": "assistant", "content": None} if self._chat else ""
             return self._chunk(delta, more={"prompt_progress": progress(reading)})
-        return f": prefill {reading.done}/{reading.total}\n\n".encode()
-
-    def alive(self) -> bytes:
-        """Keep the stream alive by a comment."""
-        return b": waiting\n\n"
-
-    def whole(self) -> dict[str, Any]:
-        """Return all answers as one object."""
-        kind = "chat.completion" if self._chat else "text_completion"
-        return {
-            **self._same,
-            "object": kind,
-            "choices": self._choices,
-            "usage": self._usage(),
-            "timings": self._timings(),
-        }
+        return super().reading(reading)
 
     def _choice(self, reason: str) -> dict[str, Any]:
         answer = self._parser
@@ -112,10 +100,6 @@ class OpenAIReply:
             content = {"message": message}
         shown = self._probs(self._logprobs, _Offsets())
         return {"index": len(self._choices), **content, "logprobs": shown, "finish_reason": reason}
-
-    def _timings(self) -> dict[str, Any]:
-        """Return the times of the first answer: it read the prompt."""
-        return timings(self._ends[0].timing, self._n_prompt)
 
     def _usage(self) -> dict[str, Any]:
         n_prompt = self._ends[0].n_prompt
@@ -156,7 +140,7 @@ class OpenAIReply:
 
     def _probs(self, logprobs: Sequence[TokenLogprob], offsets: "_Offsets") -> dict[str, Any] | None:
         """Return the log probabilities to send. offsets: after the tokens before these."""
-        if not self._wants_logprobs:
+        if self._found.parsed.sampling.n_probs is None:
             return None
         return chat_logprobs(logprobs) if self._chat else _text_logprobs(logprobs, offsets)
 
@@ -210,17 +194,3 @@ def _named_by_bytes(token: TokenLogprob) -> str:
         return token.data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
-"""Line breaks that JSON does not escape. They end no line of a stream, but some clients split it there."""
-
-
-def event(value: dict[str, Any], name: str | None = None) -> bytes:
-    """Return a server-sent event, perhaps with a name."""
-    head = f"event: {name}\n" if name else ""
-    data = to_json(value, ensure_ascii=False, separators=(",", ":")).translate(_BREAKS)
-    return f"{head}data: {data}\n\n".encode()

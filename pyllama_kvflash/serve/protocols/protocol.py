@@ -1,14 +1,12 @@
-"""What a protocol consists of: reading a request, and writing its answer."""
+"""A request of any protocol: what it is checked against, as it was checked, and ready to be served."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from pyllama_kvflash.chat.engine import Message
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.native import Rendered, Sampling, Tokens
-from pyllama_kvflash.serve.job import Finished, Reading, Text
 from pyllama_kvflash.serve.protocols.fields import Unknown
 from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
 from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
@@ -85,34 +83,6 @@ class PreparedRequest:
     begins: tuple[int, ...] = ()
 
 
-class Reply(Protocol):
-    """The answers to one request, one after the other. Each method returns events of a stream; whole() returns an object."""
-
-    def first(self) -> bytes:
-        """Begin the stream."""
-
-    def reading(self, reading: Reading) -> bytes:
-        """Say how much of the prompt is read."""
-
-    def text(self, text: Text) -> bytes:
-        """Add text to the answer."""
-
-    def end(self, done: Finished) -> bytes:
-        """End the answer; another one may follow."""
-
-    def last(self) -> bytes:
-        """End the stream."""
-
-    def failed(self, err: RequestError) -> bytes:
-        """End the stream after an error."""
-
-    def alive(self) -> bytes:
-        """Keep the stream alive while nothing happens."""
-
-    def whole(self) -> dict[str, Any]:
-        """Return all answers as one object."""
-
-
 class TooLong(Exception):  # noqa: N818 (the request is refused: it is an answer)
     """A prompt does not fit the context. n: its tokens; None: not counted. n_ctx: tokens of the context."""
 
@@ -125,17 +95,3 @@ class TooLong(Exception):  # noqa: N818 (the request is refused: it is an answer
         length = f"more than {self.n_ctx:,}" if self.n is None else f"{self.n:,}"
         msg = f"the prompt has {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
         return invalid(msg, code="context_length_exceeded")
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerProtocol:
-    """A form of requests and of their answers.
-
-    parse: checks a body; it raises RequestError. reply: makes the Reply to a request, given the model's name.
-    too_long: the error for a prompt that does not fit. media: the type of a stream.
-    """
-
-    parse: Callable[[dict[str, Any], Served], ParsedRequest]
-    reply: Callable[[str, PreparedRequest], Reply]
-    too_long: Callable[[TooLong], RequestError] = TooLong.error
-    media: str = "text/event-stream"

@@ -10,7 +10,7 @@ from pyllama_kvflash.chat.engine import Message
 from pyllama_kvflash.engine.answer import MAX_ANSWER
 from pyllama_kvflash.json_schema import Checked
 from pyllama_kvflash.serve.protocols import conversation
-from pyllama_kvflash.serve.protocols.answer_fields import sampling_of
+from pyllama_kvflash.serve.protocols.answer_fields import given, sampling_of, template_kwargs
 from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, kind, obj, one_of, ranged, text
 from pyllama_kvflash.serve.protocols.known import IGNORED, check_known
 from pyllama_kvflash.serve.protocols.protocol import ParsedRequest, Served
@@ -26,12 +26,7 @@ _KNOWN = _SAMPLING | {
     *conversation.CONTINUING,
 }  # fmt: skip
 _IGNORED = IGNORED | {"client_metadata", "max_tool_calls", "stream_options"}
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-}
+_UNSUPPORTED = {"background", "conversation", "prompt", "top_logprobs"}
 _LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -64,10 +59,10 @@ class Asked:
 
 def parse(body: dict[str, Any], served: Served) -> ParsedRequest:
     """Check the body of POST /v1/responses. Raises RequestError."""
-    fields = {k: v for k, v in body.items() if v is not None}
+    fields = given(body)
     check_known(fields, _KNOWN, served.unknown, _IGNORED, unsupported=_UNSUPPORTED)
     get(fields, "model", str)  # any name: there is one model
-    earlier, given = _earlier(fields, served.responses), _input(fields, served.responses)
+    earlier, items = _earlier(fields, served.responses), _input(fields, served.responses)
     include = _include(array(fields, "include") or [])
     tools = _tools(array(fields, "tools") or [], served.unknown)
     tools, choice = _choice(fields.get("tool_choice"), tools)
@@ -76,13 +71,13 @@ def parse(body: dict[str, Any], served: Served) -> ParsedRequest:
     keep = get(fields, "store", bool)
     asked = Asked(
         echo=_echo(fields),
-        items=[*earlier, *given],
+        items=[*earlier, *items],
         store=None if keep is False else served.responses,
         packed=_REASONING in include,
     )
     return ParsedRequest(
         sampling=sampling_of({k: v for k, v in fields.items() if k in _SAMPLING}, served),
-        messages=_messages(get(fields, "instructions", str), earlier, given, served.unknown),
+        messages=_messages(get(fields, "instructions", str), earlier, items, served.unknown),
         continues=conversation.continues(fields),
         tools=tools,
         tool_choice=choice,
@@ -125,11 +120,9 @@ def _include(value: list[Any]) -> list[Any]:
 
 def _template_kwargs(fields: Mapping[str, Any], unknown: Unknown) -> dict[str, Any]:
     """Return the template's settings."""
-    res, reasoning = dict(obj(fields, "chat_template_kwargs") or {}), obj(fields, "reasoning") or {}
+    reasoning = obj(fields, "reasoning") or {}
     check_known(reasoning, {"effort"}, unknown, {"summary", "generate_summary"}, "reasoning.")
-    if effort := get(reasoning, "effort", str, "reasoning.effort"):
-        res |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-    return res
+    return template_kwargs(fields, get(reasoning, "effort", str, "reasoning.effort"))
 
 
 def _schema(asked: dict[str, Any], unknown: Unknown) -> Checked | None:
@@ -137,16 +130,7 @@ def _schema(asked: dict[str, Any], unknown: Unknown) -> Checked | None:
     check_known(asked, {"format", "verbosity"}, unknown, at="text.")
     if asked.get("verbosity") not in (None, "medium"):
         unknown.leave_out("text.verbosity", "this server has no setting for it")
-    form = obj(asked, "format", "text.format")
-    which = "text" if form is None else one_of(form, "type", ("text", "json_object", "json_schema"), "text.format.type")
-    if form is None or which == "text":
-        return None
-    if which == "json_object":
-        return conversation.schema({"type": "object"}, "text.format")
-    if "schema" not in form:
-        raise invalid("text.format has no schema: give an object", "text.format.schema", "missing_field")
-    strict = bool(get(form, "strict", bool, "text.format.strict"))
-    return conversation.schema(form["schema"], "text.format.schema", strict=strict)
+    return conversation.schema_of_form(obj(asked, "format", "text.format"), "text.format")
 
 
 #
@@ -207,12 +191,7 @@ def _messages(
         *(_message(item, f"previous_response_id[{i}]", seen) for i, item in enumerate(earlier)),
         *(_message(item, f"input[{i}]", unknown) for i, item in enumerate(given)),
     ]
-    res: list[dict[str, Any]] = []
-    for message in filter(None, found if instructions else found[1:]):
-        if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:
-            res[-1] = conversation.merged(res[-1], message)
-        else:
-            res.append(message)
+    res = conversation.by_turns(filter(None, found if instructions else found[1:]))
     if not res:
         raise invalid("input is missing: give a string, or an array of at least one item", "input", "missing_field")
     return conversation.messages(res, unknown)
@@ -233,41 +212,16 @@ def _message(item: dict[str, Any], at: str, unknown: Unknown) -> dict[str, Any] 
             there = item.get("content")
             if there is None and role == "assistant":
                 there = ""
-            return {"role": role, "content": _texts(there, f"{at}.content")}
+            return {"role": role, "content": conversation.content(there, f"{at}.content", _TEXTS)}
         case "function_call":
             function = {key: text(item, key, f"{at}.{key}") for key in ("name", "arguments")}
             call = {"id": text(item, "call_id", f"{at}.call_id"), "type": "function", "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
-            there = item.get("output")
-            found = "" if there is None else _texts(there, f"{at}.output", unknown)
+            found = conversation.content(item.get("output"), f"{at}.output", _TEXTS, unknown)
             return {"role": "tool", "tool_call_id": text(item, "call_id", f"{at}.call_id"), "content": found}
     thought = _thought(item, at)
     return {"role": "assistant", "content": "", "reasoning_content": thought} if thought else None
-
-
-def _texts(value: Any, at: str, unknown: Unknown | None = None) -> str:
-    """Return the text of a string, or of an array of parts. Raises RequestError.
-
-    unknown: the parts are of a tool's result, and what the model cannot see is not refused.
-    """
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid(f"{at} is {kind(value)}: give a string, or an array of text parts", at, "invalid_type")
-    texts = []
-    for i, part in enumerate(value):
-        here = f"{at}[{i}]"
-        given = as_object(part, here, "type and text")
-        which = text(given, "type", f"{here}.type")
-        if which in _TEXTS:
-            texts.append(text(given, _TEXTS[which], f"{here}.{_TEXTS[which]}"))
-        elif (note := conversation.unseen(part, here, unknown)) is None:
-            msg = f'{here} is of the type {which[:100]!r}: only text can be read, such as {{"type": "input_text", "text": "..."}}'
-            raise invalid(msg, here, "unsupported_parameter")
-        else:
-            texts.append(note)
-    return conversation.joined(texts)
 
 
 def _thought(item: dict[str, Any], at: str) -> str:
@@ -318,9 +272,9 @@ def _tools(given: list[Any], unknown: Unknown) -> tuple[dict[str, Any], ...]:
             named = f" {tool['name'][:100]!a}" if isinstance(tool.get("name"), str) else ""
             unknown.leave_out(f"{at} ({which[:100]!a}{named})", "this server offers functions only")
             continue
-        res.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
+        res.append(tool)
         places.append(i)
-    return conversation.tools(res, "tools[{}].parameters", places)
+    return conversation.tools(res, "", places=places)
 
 
 def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[tuple[dict[str, Any], ...], str | dict[str, Any]]:

@@ -7,8 +7,8 @@ from pyllama_kvflash.native import Delta
 from pyllama_kvflash.serve.job import Finished, Reading, Text
 from pyllama_kvflash.serve.protocols.answer_parser import AnswerParser
 from pyllama_kvflash.serve.protocols.fields import is_object
-from pyllama_kvflash.serve.protocols.openai_response import event
 from pyllama_kvflash.serve.protocols.protocol import PreparedRequest
+from pyllama_kvflash.serve.protocols.reply import Reply, event
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.protocols.responses_request import Asked, not_kept, packed
 from pyllama_kvflash.serve.protocols.responses_store import Kept, ResponseStore, item_id, new_id
@@ -18,13 +18,13 @@ _CUT_OFF = {"length", "context"}
 """Reasons that make a response incomplete."""
 
 
-class ResponsesReply:
+class ResponsesReply(Reply):
     """A Reply of the Responses API."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
         """model: its name. found: the request."""
+        super().__init__(model, found)
         self._asked: Asked = found.parsed.extra
-        self._parser = AnswerParser(found.rendered)
         self._same = {
             **self._asked.echo,
             "id": new_id(),
@@ -40,12 +40,12 @@ class ResponsesReply:
         self._n_events = 0
         self._last_event = time.monotonic()
         self._n_reasoning = 0  # tokens
-        self._response = self._object("in_progress")
+        self._whole = self._object("in_progress")
 
     def first(self) -> bytes:
         """Begin the stream."""
-        return self._event("response.created", response=self._response) + self._event(
-            "response.in_progress", response=self._response
+        return self._event("response.created", response=self._whole) + self._event(
+            "response.in_progress", response=self._whole
         )
 
     def text(self, text: Text) -> bytes:
@@ -63,14 +63,10 @@ class ResponsesReply:
         status = "incomplete" if done.reason in _CUT_OFF else "completed"
         res += self._ended(status)
         output = [item.object() for item in self._items if item.is_in(self._parser)]
-        self._response = self._object(status, output, self._usage(done))
+        self._whole = self._object(status, output, self._usage(done))
         if self._asked.store is not None:
-            self._asked.store.keep(Kept(self._asked.items, self._response))
-        return res + self._event(f"response.{status}", response=self._response)
-
-    def last(self) -> bytes:
-        """End the stream: its last event was that of the response."""
-        return b""
+            self._asked.store.keep(Kept(self._asked.items, self._whole))
+        return res + self._event(f"response.{status}", response=self._whole)
 
     def failed(self, err: RequestError) -> bytes:
         """End the stream after an error."""
@@ -81,21 +77,17 @@ class ResponsesReply:
 
     def reading(self, reading: Reading) -> bytes:
         """Say how much of the prompt is read, in a comment, which clients ignore."""
-        return f": prefill {reading.done}/{reading.total}\n\n".encode() + self._still()
+        return super().reading(reading) + self._still()
 
     def alive(self) -> bytes:
         """Keep the stream alive by a comment."""
-        return b": waiting\n\n" + self._still()
+        return super().alive() + self._still()
 
     def _still(self) -> bytes:
         """Return an event if there has been none for long: Codex gives up a stream that has comments alone."""
         if time.monotonic() - self._last_event < _EVENT_SECONDS:
             return b""
-        return self._event("response.in_progress", response=self._response)
-
-    def whole(self) -> dict[str, Any]:
-        """Return the response."""
-        return self._response
+        return self._event("response.in_progress", response=self._whole)
 
     def _object(
         self, status: str, output: list[dict[str, Any]] | None = None, usage: dict[str, Any] | None = None

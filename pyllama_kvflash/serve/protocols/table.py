@@ -11,7 +11,7 @@ from pyllama_kvflash.serve.protocols import (
 from pyllama_kvflash.serve.protocols.anthropic_response import AnthropicReply, too_long
 from pyllama_kvflash.serve.protocols.llama_response import LlamaReply
 from pyllama_kvflash.serve.protocols.openai_response import OpenAIReply
-from pyllama_kvflash.serve.protocols.protocol import AnswerProtocol
+from pyllama_kvflash.serve.protocols.reply import AnswerProtocol
 from pyllama_kvflash.serve.protocols.responses_response import ResponsesReply
 
 ANSWERS = {

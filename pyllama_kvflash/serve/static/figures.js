@@ -28,7 +28,7 @@ function summary(all, { n_tokens: n, reading }) {
 
 function figures(all, s) {
   const codes = all.coarse_bytes ? `, ${bytes(all.coarse_bytes)} of it codes of everything` : "";
-  const rows = [["KV on the device", `${bytes(all.device_kv_bytes)}${codes}; the full cache takes ${bytes(all.full_kv_bytes)}`]];
+  const rows = [["KV on the device", `${bytes(all.device_kv_bytes)}${codes}; the full cache takes ${bytes(all.kv_full_bytes)}`]];
   if (all.pool_cells !== null) {
     const disk = all.disk_bytes ? `, ${bytes(all.disk_bytes)} on disk` : "";
     const last = s.reselect;

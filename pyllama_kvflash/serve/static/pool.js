@@ -293,8 +293,7 @@ function textOf(s, chunk) {
   if (!texts.has(name)) {
     if (texts.size > 500) texts.clear();
     texts.set(name, request(`kvflash/chunk?sequence=${s.id}&chunk=${chunk}`)
-      .then((res) => res.json())
-      .then((found) => found.text)
+      .then(async (res) => (await res.json()).text)
       .catch(() => {
         texts.delete(name);
         return null;

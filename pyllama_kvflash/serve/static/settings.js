@@ -3,7 +3,7 @@
 import { at, element } from "./dom.js";
 import { defaults } from "./served.js";
 
-// name in a request and in /props, label, least, most, step
+// name in a request and in /props, label, least, most, step; beside these, all others that the server has
 const FIELDS = [
   ["temperature", "Temperature", 0, 2, "any"],
   ["top_k", "Top K", 0, 2 ** 31 - 1, 1],
@@ -14,24 +14,6 @@ const FIELDS = [
   ["frequency_penalty", "Frequency penalty", -2, 2, "any"],
   ["seed", "Seed", -1, 2 ** 32 - 2, 1],
   ["max_tokens", "Most tokens of an answer", 1, 2 ** 31 - 1, 1],
-];
-// shown if the server has them
-const MORE = [
-  ["repeat_last_n", "Tokens that are penalized", 0, 2 ** 20, 1],
-  ["typical_p", "Typical P", 0, 1, "any"],
-  ["top_n_sigma", "Top n sigma", -1, 1000, "any"],
-  ["min_keep", "Tokens to keep", 0, 2 ** 20, 1],
-  ["dynatemp_range", "Dynamic temperature: range", 0, 1000, "any"],
-  ["dynatemp_exponent", "Dynamic temperature: exponent", 0, 100, "any"],
-  ["xtc_probability", "XTC probability", 0, 1, "any"],
-  ["xtc_threshold", "XTC threshold", 0, 1, "any"],
-  ["dry_multiplier", "DRY multiplier", 0, 100, "any"],
-  ["dry_base", "DRY base", 1, 100, "any"],
-  ["dry_allowed_length", "DRY allowed length", 0, 2 ** 20, 1],
-  ["dry_penalty_last_n", "DRY tokens", 0, 2 ** 20, 1],
-  ["mirostat", "Mirostat (0, 1 or 2)", 0, 2, 1],
-  ["mirostat_tau", "Mirostat tau", 0, 100, "any"],
-  ["mirostat_eta", "Mirostat eta", 0, 100, "any"],
 ];
 const TEXTS = ["system", "stop", "samplers"];
 const fields = new Map(); // of the dialog, by name
@@ -75,7 +57,8 @@ function take(name, field) {
 // The server has said what its values are.
 function known() {
   const values = defaults();
-  make(MORE.filter(([name]) => name in values && !fields.has(name)), at("more"));
+  const others = Object.keys(values).filter((name) => typeof values[name] === "number" && !fields.has(name));
+  make(others.map((name) => [name, name.replaceAll("_", " "), "", "", "any"]), at("more"));
   at("more").parentElement.hidden = !at("more").children.length;
   for (const [name, field] of fields) {
     if (name === "samplers") field.placeholder = values.samplers?.join(", ") ?? "";
