@@ -165,9 +165,9 @@ COMMON = params.options(
     click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", type=Reads(), default=None,
                  help="Scorer model for variants of policy drafter."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]"),
-    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=kinds.Layers(), default="all",
+    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=kinds.ALL_LAYERS, default="all",
                  show_default=True, help="Layers to offload to the GPU."),
-    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=kinds.HostLayers(), default=0,
+    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=kinds.HOST_LAYERS, default=0,
                  show_default=True, help="Keep the experts, or feed-forward weights, of the first N layers in host memory; auto: of as few"
                  " layers as leave room for the pool."),
 )  # fmt: skip
