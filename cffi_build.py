@@ -329,6 +329,7 @@ int  kvf_codes_put(struct llama_context * ctx, llama_seq_id seq, uint32_t layer,
                    const void * const * records, uint32_t n);
 int  kvf_codes_cover(struct llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n);
 int  kvf_codes_forget(struct llama_context * ctx, llama_seq_id seq);
+uint64_t kvf_codes_bytes(const struct kvf_heads * heads, uint32_t n_bit_k, uint32_t n_bit_v, uint32_t n, bool on_gpu);
 uint64_t kvf_choice_bytes(const struct kvf_heads * heads, uint32_t n_layer, uint32_t n_ctx, uint32_t n_seq, uint32_t n_pool, uint32_t n_chunk);
 int  kvf_codes_info(struct llama_context * ctx, llama_seq_id seq, struct kvf_codes_info * info);
 int  kvf_guests_fetched(struct llama_context * ctx, uint64_t * n);

@@ -1,7 +1,7 @@
 """`kvflash inspect`: show what of a model can be pooled, and what it costs."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -20,14 +20,13 @@ from pyllama_kvflash.gguf_header import read_parts
 from pyllama_kvflash.loading.load import Probe, check_file
 from pyllama_kvflash.loading.load_plan import pool_size
 from pyllama_kvflash.loading.memory import coarse_bytes, device_memory
-from pyllama_kvflash.loading.need import Need
 from pyllama_kvflash.loading.panes import exact_bytes
 from pyllama_kvflash.loading.planning import Look, Planned, look
 from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import PoolSize
 from pyllama_kvflash.policy.coarse import CoarseForm
-from pyllama_kvflash.policy.sizing import DeviceMemory
+from pyllama_kvflash.policy.device import DeviceBytes
 from pyllama_kvflash.text import printable
 
 HELP = """Show a model's architecture, memory class, pooled layers and bytes per token, and what a run with these options
@@ -52,11 +51,11 @@ class Findings:
     n_ctx: int
     probe: Probe
     token_bytes: dict[str, int]  # by cache type
-    devices: list[DeviceMemory]  # the devices that hold the f16 cache
+    devices: list[DeviceBytes]  # the devices that hold the f16 cache
     auto: PoolSize
     pane_bytes: int  # of an exact pass over the context, f16
     exact_compute_bytes: int
-    needs: tuple[Need, ...]  # of the devices that hold anything
+    needs: tuple[DeviceBytes, ...]  # of the devices that hold anything
     coarse: str  # codes that a pool has with these options
     coarse_bytes: int  # of a context's codes
     n_pool: int | None  # what the options come to; None: the full cache
@@ -110,7 +109,7 @@ def _find(looked: Look) -> Findings:
         auto=auto,
         pane_bytes=panes,
         exact_compute_bytes=compute,
-        needs=taken.needs,
+        needs=taken.memory,
         coarse="off" if seen.uncoded else coded.coarse,
         coarse_bytes=0 if seen.uncoded else sum(coarse_bytes(seen.geometry, coded, taken.size.n_pool).values()),
         n_pool=taken.size.n_pool,
@@ -172,6 +171,10 @@ def _codes(f: Findings) -> str:
     return f"{form}, {mib(f.coarse_bytes)} for the context ({share:.1f} % of its f16 cache)"
 
 
+_HOLDS = ("name", "gpu", "remote", "free", "token_bytes", "coarse")
+"""What is said of a device that holds KV."""
+
+
 def _as_dict(f: Findings) -> dict[str, Any]:
     return {
         "model": printable(f.model.path),
@@ -190,7 +193,7 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "pooled_layers": f.probe.layers,
         "n_swa": f.model.n_swa,
         "token_bytes": f.token_bytes,
-        "devices": [asdict(device) for device in f.devices],
+        "devices": [{name: getattr(device, name) for name in _HOLDS} for device in f.devices],
         "auto_pool": f.auto.n_pool if f.probe.refusal is None else None,
         "auto_note": f.auto_note,
         "pane_bytes": f.pane_bytes,
@@ -198,5 +201,5 @@ def _as_dict(f: Findings) -> dict[str, Any]:
         "coarse": f.coarse,
         "coarse_bytes": f.coarse_bytes,
         "n_pool": f.n_pool,
-        "memory": [{**asdict(need), "total": need.total} for need in f.needs],
+        "memory": [need.as_dict() for need in f.needs],
     }

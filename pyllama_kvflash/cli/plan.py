@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -294,7 +293,7 @@ def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
         "ram_bytes": offer.bytes_of(gpu=False),
         "fits": not offer.lacking,
         "lacking": offer.lacking,
-        "needs": [asdict(need) for need in offer.needs],
+        "needs": [need.as_dict() for need in offer.needs],
         "speed": offer.speed(n_ctx),
         "layers_on_cpu": offer.n_on_cpu,
         "answers": answers(offer, n_ctx),

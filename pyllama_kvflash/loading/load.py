@@ -2,18 +2,18 @@
 
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.files import model_parts
-from pyllama_kvflash.loading.bits import choices, fits, free_bytes, may_lodge, tries
+from pyllama_kvflash.loading.bits import choices, first_that_fits, free_bytes, may_lodge
 from pyllama_kvflash.loading.load_plan import LoadPlan, Tap, coded, plan_contexts
 from pyllama_kvflash.loading.memory import check_memory, device_memory
-from pyllama_kvflash.loading.need import Need, needs_of, program_bytes
-from pyllama_kvflash.loading.panes import ExactBytes, held_bytes, open_exact
+from pyllama_kvflash.loading.need import needs_of, program_bytes
+from pyllama_kvflash.loading.panes import held_bytes, open_exact
 from pyllama_kvflash.loading.placement import on_host, place
 from pyllama_kvflash.loading.refusals import ON_DISK, of_codes, of_memory, of_model
 from pyllama_kvflash.loading.warned import idle, untrained
@@ -21,9 +21,9 @@ from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, Scorer
 from pyllama_kvflash.policy.coarse import FORMS
+from pyllama_kvflash.policy.device import DeviceBytes
 from pyllama_kvflash.policy.experts import Placement
 from pyllama_kvflash.policy.fresh import Heads
-from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.shared import Shared
@@ -61,7 +61,7 @@ class Loaded:
     exact: ExactReader | None
     sequences: tuple[PooledSequence, ...]
     drafts: tuple[Drafts, ...]
-    memory: tuple[Need, ...]
+    memory: tuple[DeviceBytes, ...]
     parts: ExitStack
 
     @property
@@ -77,7 +77,7 @@ class Loaded:
     @property
     def compute_bytes(self) -> int:
         """Bytes of the compute buffers, on devices and host."""
-        contexts = [self.ctx, *([self.exact.ctx] if self.exact else [])]
+        contexts = [self.ctx, *([self.exact.ctx] if self.exact else {})]
         return sum(ctx.compute_bytes() for ctx in contexts)
 
     def close(self) -> None:
@@ -191,15 +191,13 @@ def _load(
 ) -> Loaded:
     """Make the contexts, with the most accurate codes that fit in memory. free: as for bits.fits()."""
     program, seen = program_bytes(model), _probed(model, options)
-    wanted = bits_of(options, seen)
-    for tried, reserve in tries(options, wanted):
-        with ExitStack() as its, suppress(NativeError):
-            found = _opened(model, seen, tried, placed, open_engine, program, its)
-            if fits(found.memory, free, reserve):
-                parts.push(its.pop_all())
-                break
-    else:
-        found = _opened(model, seen, wanted[-1], placed, open_engine, program, parts)
+
+    def opened(tried: Options) -> Loaded:
+        with ExitStack() as its:
+            return _opened(model, seen, tried, placed, open_engine, program, its)
+
+    found = first_that_fits(options, bits_of(options, seen), free, opened)
+    parts.push(found.parts)
     other = _other_policy(options, found.options, seen) if found.n_pool is not None else ()
     if found.options.n_ubatch < options.n_ubatch:
         other += (f"`n_ubatch` {found.options.n_ubatch}, not {options.n_ubatch}: more would leave no memory for codes",)
@@ -217,7 +215,7 @@ def _opened(
 ) -> Loaded:
     """Make the contexts. options: with codes and policy decided. parts: receives everything that is opened."""
     ground = _Loading(model, seen.geometry, options, open_engine, parts)
-    plan = plan_contexts(model, seen.geometry, options, ground)
+    plan = plan_contexts(seen.geometry, options, ground, model.fingerprint)
     size, pool = plan.size, plan.pool
     if pool is None:
         n_all = options.n_ctx * options.n_parallel
@@ -262,7 +260,7 @@ def _opened(
         tuple(sequences),
         tuple(drafts),
         needs_of(seen.geometry, options, size.n_pool, ctx, ground.exact_bytes(), drafter, program),
-        parts,
+        parts.pop_all(),
     )
 
 
@@ -280,7 +278,7 @@ class _Loading:
         self._open_engine = open_engine
         self._parts = parts
 
-    def memory(self) -> list[DeviceMemory]:
+    def memory(self) -> list[DeviceBytes]:
         return device_memory(self._geometry, self._options, lodged=self.exact is not None)
 
     def asks(self) -> tuple[str, str]:
@@ -294,7 +292,7 @@ class _Loading:
             self._parts.callback(self.exact.close)
         return self.exact is not None
 
-    def exact_bytes(self) -> dict[int, ExactBytes]:
+    def exact_bytes(self) -> dict[int, DeviceBytes]:
         return held_bytes(self.exact.ctx, self._geometry, self._options) if self.exact else {}
 
 

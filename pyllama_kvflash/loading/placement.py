@@ -11,8 +11,9 @@ from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_byt
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.device import RESERVE
 from pyllama_kvflash.policy.experts import Holding, Placement, place_experts
-from pyllama_kvflash.policy.sizing import BATCH, CELLS, RESERVE
+from pyllama_kvflash.policy.sizing import BATCH, CELLS
 from pyllama_kvflash.pool.speculation import drafter_bytes
 
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # llama.cpp's LLM_FFN_EXPS_REGEX
@@ -71,23 +72,23 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     res = []
     for i, (compute, token_compute), draft in zip(here, computed, drafter, strict=True):
         others, moved = _sizes([w for w in weights if w.device == i], moves, n_layer)
-        res.append(
-            Holding(
-                name=found[i].name,
-                free=found[i].free,
-                fixed=others + state + (copy if some else 0) + sum(exact.get(i, ())),
-                token_bytes=token_bytes.get(i, 0),
-                experts=moved,
-                copy=0 if some else copy,
-                compute=compute,
-                token_compute=token_compute,
-                drafter=draft,
-                codes=codes.get(i, 0),
-                gpu=found[i].gpu,
-                dense=dense,
-                reserve=LEAST if dense else RESERVE,  # small, because a token reads each moved layer whole
-            )
+        holding = Holding(
+            name=found[i].name,
+            gpu=found[i].gpu,
+            free=found[i].free,
+            token_bytes=token_bytes.get(i, 0),
+            weights=others + (copy if some else 0),
+            coarse=codes.get(i, 0),
+            states=state,
+            buffers=compute,
+            drafter=draft,
+            experts=moved,
+            copy=0 if some else copy,
+            token_compute=token_compute,
+            dense=dense,
+            reserve=LEAST if dense else RESERVE,  # small, because a token reads each moved layer whole
         )
+        res.append(holding + exact[i] if i in exact else holding)
     return res
 
 
