@@ -3,20 +3,8 @@
 from collections.abc import Sequence
 
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy.device import DeviceBytes
+from pyllama_kvflash.policy.device import PURPOSES, DeviceBytes
 
-_NAMES = {
-    "weights": "weights",
-    "kv": "KV",
-    "coarse": "codes",
-    "states": "states",
-    "panes": "layers of an exact pass",
-    "buffers": "buffers",
-    "drafter": "drafter",
-    "records": "records",
-    "checkpoints": "checkpoints",
-    "program": "program",
-}
 _NO_LIMIT = (
     "records go to disk (`disk`) only once no RAM is left: give a limit of those in RAM, too (`host_limit` 256M, say)"
 )
@@ -41,7 +29,7 @@ def place_name(need: DeviceBytes) -> str:
 
 def sum_line(need: DeviceBytes) -> str:
     """Return the sum of what a device holds: "912.3 MiB = 463.0 MiB weights + ..."."""
-    names = {**_NAMES, "program": "driver"} if need.gpu else _NAMES
+    names = PURPOSES | ({"program": "driver"} if need.gpu else {})
     terms = " + ".join(f"{mib(size)} {names[name]}" for name, size in need.parts.items())
     return f"{mib(need.total)} = {terms}"
 

@@ -318,15 +318,9 @@ def open_context(model: Model, options: Options, plan: LoadPlan, lodges: Context
             n_ctx=options.n_ctx,
             n_batch=plan.n_batch,
             n_ubatch=min(options.n_ubatch, plan.n_batch),
-            n_threads=options.n_threads or 1,
-            type_k=options.type_k,
-            type_v=options.type_v,
-            flash_attn=options.flash_attn,
-            offload_kqv=options.kv_offload,
-            n_seq=options.n_parallel,
-            n_rollback=options.n_draft,
             pool=pool,
             lodges=lodges,
+            **options.cache,
         )
     except KVFlashError as err:
         kind = f"a pool of {pool.n_pool:,} tokens" if pool else "the full cache"
@@ -349,18 +343,6 @@ def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, .
     if given.policy != "auto" or options.policy == "fresh" or given.coarse == "off":
         return ()
     return (f"policy qk, not fresh: {seen.uncoded or 'there is no memory for codes of all positions'}",)
-
-
-def why_uncoded(path: Path, options: Options) -> str | None:
-    """Return why a model that can be pooled cannot have codes here, and so no policy "fresh"; None if it can.
-
-    Loads no weights. Raises as load().
-    """
-    for server in options.rpc:
-        add_rpc(server)
-    with Model.load(path, **where(options), no_alloc=True) as model:
-        seen = probe(model, options)
-    return seen.uncoded if seen.refusal is None else None
 
 
 def probe(model: Model, options: Options) -> Probe:

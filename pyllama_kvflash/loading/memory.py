@@ -9,7 +9,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.device import DeviceBytes
-from pyllama_kvflash.policy.sizing import CELLS, most_cells
+from pyllama_kvflash.policy.sizing import most_cells, whole_cells
 
 
 def device_memory(geometry: Geometry, options: Options, *, n_pane: int = 0, lodged: bool = False) -> list[DeviceBytes]:
@@ -39,7 +39,7 @@ def coarse_bytes(
         return {}
     found, n_all, floor = devices(), options.n_ctx * options.n_parallel, options.shape.floor(options.n_batch)
     n_pool = n_pool or most_cells(options.pool, n_ctx=n_all, floor=floor, cap=options.auto_cap)
-    choice = choice_bytes(geometry.heads, _cells(options), options.n_parallel, n_pool, options.chunk)
+    choice = choice_bytes(geometry.heads, whole_cells(options.n_ctx), options.n_parallel, n_pool, options.chunk)
     elsewhere = lodging_bytes(geometry, options) if lodged else {}
     return {i: n - elsewhere.get(i, 0) + (choice if found[i].gpu else 0) for i, n in codes.items()}
 
@@ -50,24 +50,15 @@ def _codes(geometry: Geometry, options: Options) -> Counter[int]:
         return res
     for heads, device in zip(geometry.heads, geometry.devices or (0,) * len(geometry.heads), strict=True):
         gpu = found[device].gpu
-        each = codes_bytes(heads, form, _cells(options) if gpu else options.n_ctx, on_gpu=gpu)
+        each = codes_bytes(heads, form, whole_cells(options.n_ctx) if gpu else options.n_ctx, on_gpu=gpu)
         res[device] += options.n_parallel * each
     return res
-
-
-def _cells(options: Options) -> int:
-    return -(-options.n_ctx // CELLS) * CELLS
 
 
 def lodging_bytes(geometry: Geometry, options: Options) -> dict[int, int]:
     """Return the bytes of codes that share the memory of an exact pass, by device index."""
     found = devices()
     return {i: n for i, n in _codes(geometry, options).items() if found[i].gpu} if options.codes_in_panes else {}
-
-
-def in_memory(options: Options, full: int) -> int:
-    """Return the bytes of records in host memory; the others are in a file. full: bytes of all records."""
-    return full if options.host_limit is None else min(full, options.host_limit)
 
 
 def check_memory(memory: Sequence[DeviceBytes], n_ctx: int, what: str, way_out: str) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pyllama_kvflash.loading.memory import coarse_bytes, in_memory
+from pyllama_kvflash.loading.memory import coarse_bytes
 from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.device import DeviceBytes
-from pyllama_kvflash.policy.sizing import CELLS
+from pyllama_kvflash.policy.sizing import whole_cells
 from pyllama_kvflash.pool.checkpoints import MOST
 
 _STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
@@ -45,8 +45,9 @@ def needs_of(
     """
     weights, found = weights_of(ctx.model), devices()
     token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
-    n_all = -(-options.n_ctx // CELLS) * CELLS * options.n_parallel
+    n_all = whole_cells(options.n_ctx) * options.n_parallel
     full = sum(token_bytes.values()) * n_all
+    records = full if options.host_limit is None else min(full, options.host_limit)  # the others are in a file
     held, first, host = ctx.kv_bytes(), next(iter(token_bytes), 0), [d.gpu for d in found].index(False)
     coarse = coarse_bytes(geometry, options, n_pool) if n_pool else {}
     res = []
@@ -60,7 +61,7 @@ def needs_of(
             states=held.swa + held.recurrent if i == first else 0,
             buffers=ctx.compute_bytes(i),
             drafter=drafter[i],
-            records=in_memory(options, full) if n_pool and i == host else 0,
+            records=records if n_pool and i == host else 0,
             checkpoints=_checkpoints(ctx, options) if i == host else 0,
             program=program if i == host else 0,
         )

@@ -10,7 +10,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.device import DeviceBytes
 from pyllama_kvflash.policy.scorers import EDGE
-from pyllama_kvflash.policy.sizing import CELLS, LEAST_PANES
+from pyllama_kvflash.policy.sizing import LEAST_PANES, whole_cells
 from pyllama_kvflash.pool.exact import ExactReader
 
 NO_TAP = Tap()
@@ -25,7 +25,7 @@ def open_exact(
     Returns the reader, notes and warnings. Raises NativeError and UnsupportedError; with `prefill` "auto", the reader is None and
     the error becomes a warning.
     """
-    n_cells = -(-options.n_ctx // CELLS) * CELLS
+    n_cells = whole_cells(options.n_ctx)
     try:
         memory = device_memory(geometry, options, n_pane=n_pane)
         check_memory(memory, n_cells, f"an exact pass with {n_pane} panes", _WAY_OUT)
@@ -94,17 +94,8 @@ def _state_bytes(model: Model, options: Options) -> int:
 
 def _shape(model: Model, options: Options) -> dict[str, Any]:
     n_ubatch = min(options.n_ubatch, options.n_ctx)
-    return {
-        "n_ctx": options.n_ctx,
-        "n_batch": n_ubatch,
-        "n_ubatch": n_ubatch,
-        "n_threads": options.n_threads or 1,
-        "type_k": options.type_k,
-        "type_v": options.type_v,
-        "flash_attn": options.flash_attn,
-        "n_seq": options.n_parallel,
-        "n_rollback": options.n_lookahead(recurrent=model.recurrent),
-    }
+    sizes = {"n_ctx": options.n_ctx, "n_batch": n_ubatch, "n_ubatch": n_ubatch}
+    return {**options.cache, **sizes, "n_rollback": options.n_lookahead(recurrent=model.recurrent)}
 
 
 def _params(geometry: Geometry, n_pane: int, options: Options, tap: Tap) -> PaneParams:

@@ -150,15 +150,4 @@ def drafters(options: Options, target: Context, here: Sequence[int]) -> list[int
 
 
 def _context(model: Model, options: Options, n_ctx: int, n_batch: int) -> Context:
-    return Context(
-        model,
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_ubatch=n_batch,
-        type_k=options.type_k,
-        type_v=options.type_v,
-        flash_attn=options.flash_attn,
-        offload_kqv=options.kv_offload,
-        n_seq=options.n_parallel,
-        n_rollback=options.n_draft,
-    )
+    return Context(model, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_batch, **options.cache)

@@ -6,8 +6,24 @@ from typing import Any, Self
 RESERVE = 512 << 20
 """Bytes left to the computation and to other programs."""
 
-PURPOSES = ("weights", "kv", "coarse", "states", "panes", "buffers", "drafter", "records", "checkpoints", "program")
-"""The fields of DeviceBytes that add up."""
+PURPOSES = {
+    "weights": "weights",
+    "kv": "KV",
+    "coarse": "codes",
+    "states": "states",
+    "panes": "layers of an exact pass",
+    "buffers": "buffers",
+    "drafter": "drafter",
+    "records": "records",
+    "checkpoints": "checkpoints",
+    "program": "program",
+}
+"""The fields of DeviceBytes that add up, each with its name for users."""
+
+
+def mib(n: int) -> str:
+    """Return bytes in whole MiB, as sums in words show them."""
+    return f"{n / 2**20:.0f} MiB"
 
 
 @dataclass(frozen=True, slots=True)

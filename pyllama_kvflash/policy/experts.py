@@ -5,8 +5,8 @@ fewest that leave room for the pool.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pyllama_kvflash.policy.device import RESERVE, DeviceBytes
-from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS
+from pyllama_kvflash.policy.device import RESERVE, DeviceBytes, mib
+from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, whole_cells
 
 DENSE_CAP = 4096
 """Most tokens of an automatic pool for a dense model: each token reads all weights in RAM, 2 ms a layer."""
@@ -114,7 +114,7 @@ def place_experts(
     if request != "auto":
         return Placement(min(int(request), n_layer), pool, notes=(_given(int(request), n_layer, gpus),))
     cap = cap or (DENSE_CAP if gpus[0].dense else AUTO_CAP)
-    return _auto([h for h in holdings if h.gpu], n_layer, pool, _rounded(n_ctx), floor, cap)
+    return _auto([h for h in holdings if h.gpu], n_layer, pool, whole_cells(n_ctx), floor, cap)
 
 
 def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, floor: int, cap: int) -> Placement:
@@ -156,7 +156,7 @@ def _cells(pool: int | str, full: int, cap: int) -> tuple[int, int]:
     """Return the desired and the least cells of a pool, before floor and context are applied."""
     if pool == "auto":
         return cap // CELLS * CELLS, 0
-    cells = full if pool == "off" else _rounded(int(pool))
+    cells = full if pool == "off" else whole_cells(int(pool))
     return cells, cells
 
 
@@ -178,7 +178,7 @@ def _first(n: int, n_layer: int, gpus: Sequence[Holding]) -> str:
     if n == 0:
         return "all stay on the GPU"
     which = "all" if n == n_layer else f"those of the first {f'{n} ' if n > 1 else ''}of {n_layer} layers"
-    return f"{which} stay on the host ({_mib(sum(sum(h.experts[:n]) for h in gpus))})"
+    return f"{which} stay on the host ({mib(sum(sum(h.experts[:n]) for h in gpus))})"
 
 
 def _kept(what: str, n: int, n_full: int | None, full: int) -> str:
@@ -194,14 +194,6 @@ def _arithmetic(gpus: Sequence[Holding], n_host: int, tokens: int) -> str:
     h = min(gpus, key=lambda h: h.free - h.need(n_host, tokens))
     need = h.need(n_host, tokens)
     others = f", the tightest of {len(gpus)} devices" if len(gpus) > 1 else ""
-    terms = " + ".join(f"{_mib(size)} {name}" for name, size in h.terms(n_host, tokens).items())
+    terms = " + ".join(f"{mib(size)} {name}" for name, size in h.terms(n_host, tokens).items())
     relation = "of" if need <= h.free else "but only"
-    return f"{terms} = {_mib(need)}, {relation} {_mib(h.free)} free on {h.name}{others}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"
-
-
-def _rounded(n: int) -> int:
-    return -(-n // CELLS) * CELLS
+    return f"{terms} = {mib(need)}, {relation} {mib(h.free)} free on {h.name}{others}"

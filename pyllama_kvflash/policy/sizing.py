@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pyllama_kvflash.policy.device import RESERVE, DeviceBytes
+from pyllama_kvflash.policy.device import RESERVE, DeviceBytes, mib
 from pyllama_kvflash.policy.fresh import Heads
 
 CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
@@ -17,6 +17,11 @@ BATCH = 2048  # tokens; llama.cpp's own default, larger batches gain nothing
 LEAST_PANES = 2  # one layer's rows, and the next layer's, which are being copied
 SINKS = 1  # first chunks that are never evicted: attention sinks are in the first few tokens
 SPARE_BLOCKS = 2  # blocks that must stay evictable so that paging never deadlocks
+
+
+def whole_cells(n: int) -> int:
+    """Return n tokens rounded up to whole steps of CELLS."""
+    return -(-n // CELLS) * CELLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ class PoolShape:
     def floor(self, n_batch: int = 0) -> int:
         """Return the smallest pool in cells, in steps of 256, for batches of n_batch tokens; 0: of one chunk."""
         batch_blocks = -(-(n_batch or self.chunk) // self.chunk) + 1  # a batch may begin within a chunk
-        return _round_up((self.kept + max(self.n_seq, batch_blocks)) * self.chunk)
+        return whole_cells((self.kept + max(self.n_seq, batch_blocks)) * self.chunk)
 
     def largest_batch(self, n_pool: int) -> int:
         """Return the largest batch in tokens, of whole chunks, whose floor() is at most n_pool; at most BATCH."""
@@ -112,11 +117,11 @@ def auto_pool(memory: Sequence[DeviceBytes], n_ctx: int, cap: int = AUTO_CAP) ->
     several devices, each with its own layers, the one with room for the fewest tokens decides.
     """
     device = min(memory, key=lambda r: r.tokens)
-    tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
+    tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, whole_cells(n_ctx))
     others = f", the tightest of {len(memory)} devices" if len(memory) > 1 else ""
-    codes = f" - {device.coarse / 2**20:.0f} MiB for codes" if device.coarse else ""
+    codes = f" - {mib(device.coarse)} for codes" if device.coarse else ""
     note = (
-        f"auto: half of ({device.room / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve{codes}) /"
+        f"auto: half of ({mib(device.room)} free on {device.name}{others} - {mib(RESERVE)} reserve{codes}) /"
         f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens:,} tokens, at most {cap:,} (`auto_cap`) and the"
         f" context of {n_ctx:,}: {tokens:,}"
     )
@@ -183,7 +188,7 @@ def resolve_pool(
         notes.append(note)
     else:
         wanted = int(request)
-    n_pool = _round_up(wanted)
+    n_pool = whole_cells(wanted)
     if n_pool < floor < n_ctx:
         which = "the automatic pool of" if request == "auto" else "a pool of"
         warnings.append(
@@ -194,7 +199,7 @@ def resolve_pool(
         notes.append(f"pool rounded up from {wanted:,} to {n_pool:,} tokens (steps of {CELLS})")
     n_pool = max(n_pool, floor)
     if n_pool >= n_ctx and keep:
-        n_pool = min(n_pool, max(_round_up(n_ctx), floor))
+        n_pool = min(n_pool, max(whole_cells(n_ctx), floor))
     elif n_pool >= n_ctx:
         notes.append(
             f"a pool of {n_pool:,} tokens covers the context of {n_ctx:,}: no pool is needed, using the full cache"
@@ -205,7 +210,9 @@ def resolve_pool(
 
 def most_cells(request: int | str, *, n_ctx: int, floor: int, cap: int | None = None) -> int:
     """Return the most cells of a pool that resolve_pool() can give for a request other than "off", with unlimited memory."""
-    wanted = min((cap or AUTO_CAP) // CELLS * CELLS, _round_up(n_ctx)) if request == "auto" else _round_up(int(request))
+    wanted = (
+        min((cap or AUTO_CAP) // CELLS * CELLS, whole_cells(n_ctx)) if request == "auto" else whole_cells(int(request))
+    )
     return max(wanted, floor)
 
 
@@ -250,7 +257,3 @@ def pinned_chunks(spans: Sequence[tuple[int, int]], chunk: int) -> set[int]:
 def n_pinned(chunks: set[int], n_sinks: int) -> int:
     """Return the number of pinned chunks that are not sinks."""
     return len(chunks - set(range(n_sinks)))
-
-
-def _round_up(n: int) -> int:
-    return -(-n // CELLS) * CELLS

@@ -23,7 +23,8 @@ from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import CellBar, Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
 from pyllama_kvflash.errors import Interrupted, UsageError, counted
-from pyllama_kvflash.loading.load import check_file, why_uncoded
+from pyllama_kvflash.loading.load import check_file
+from pyllama_kvflash.loading.planning import look
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.text import printable
 
@@ -398,8 +399,9 @@ def feasible(
     """
     if not _untyped("variants") or not any(v.policy == "fresh" for v in variants):
         return variants
-    why = why_uncoded(model, Options(**common))
-    if why is None:
+    with look(model, Options(**common)) as found:
+        why = found.seen.uncoded
+    if why is None or found.seen.refusal is not None:
         return variants
     reporter.note(f"variant fresh is left out: {why}")
     return tuple(v for v in variants if v.policy != "fresh")
