@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import crossed
 from support.oracles import ONE_GPU
 from support.runs import BY_SIXTEEN, TOKENS, Open
 
@@ -89,20 +90,12 @@ def codes_of(path: Path, n_ctx: int, n_pool: int, **changes: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"coarse": "4,2"},
-        {"coarse": "2"},
-        {"n_parallel": 3},
-        {"chunk": 16},
-        {"n_ctx": 4000},
-        {"policy": "fresh"},
-        {"policy": "lru"},
-    ],
-    ids=str,
+    ("name", "changes"),
+    crossed(
+        ["qwen3", "gemma4", "qwen35"],
+        [{}, {"coarse": "4,2"}, {"coarse": "2"}, {"n_parallel": 3}, {"chunk": 16}, {"n_ctx": 4000}, {"policy": "lru"}],
+    ),
 )
-@pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35"])
 def test_a_plan_says_what_codes_take(
     tiny_path: Callable[[str], Path], gpus: Callable[..., None], name: str, changes: dict[str, Any]
 ) -> None:

@@ -478,12 +478,6 @@ def test_what_is_typed_goes_before_the_environment(
     assert wanted[1].repo == "d/e"
 
 
-def test_no_model_at_all() -> None:
-    res = CliRunner().invoke(main, ["inspect"])
-    assert "using the bundled" in res.stderr
-    assert "-hf user/model" in res.stderr
-
-
 def test_benches_take_it(wanted: list[Wanted], tmp_path: Path) -> None:
     args = ("bench", "speed", "-hf", "a/b", "--shape", "tiny", "-o", str(tmp_path / "out"))
     res = CliRunner().invoke(main, list(args))

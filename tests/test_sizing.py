@@ -507,11 +507,6 @@ def test_token_bytes_are_summed_over_the_layers() -> None:
     assert split.token_bytes(row_bytes, 1, 8) == geometry.token_bytes(row_bytes, 1, 8)
 
 
-def test_every_layer_has_a_device() -> None:
-    with pytest.raises(ValueError, match="argument 2"):
-        Geometry(((64, 64), (64, 64)), (0,)).by_device(lambda _, n: n, 1, 1)
-
-
 @pytest.mark.parametrize(
     ("spans", "pinned"),
     [
