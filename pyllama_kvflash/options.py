@@ -282,19 +282,6 @@ class Options:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def cache(self) -> dict[str, Any]:
-        """The cache of a context and its computation, as arguments of Context."""
-        return {
-            "n_threads": self.n_threads or 1,
-            "type_k": self.type_k,
-            "type_v": self.type_v,
-            "flash_attn": self.flash_attn,
-            "offload_kqv": self.kv_offload,
-            "n_seq": self.n_parallel,
-            "n_rollback": self.n_draft,
-        }
-
-    @property
     def on_cpu(self) -> bool:
         """Whether no layer is on a GPU, whatever there is."""
         return self.n_gpu_layers == 0 or self.main_gpu < 0

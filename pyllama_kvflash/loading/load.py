@@ -10,14 +10,14 @@ from typing import Any
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.files import model_parts
 from pyllama_kvflash.loading.bits import choices, first_that_fits, free_bytes, may_lodge
-from pyllama_kvflash.loading.load_plan import LoadPlan, Tap, coded, plan_contexts
-from pyllama_kvflash.loading.memory import check_memory, device_memory
+from pyllama_kvflash.loading.load_plan import LoadPlan, Tap, coded, context_options, plan_contexts
+from pyllama_kvflash.loading.memory import check_memory, device_memory, types_of
 from pyllama_kvflash.loading.need import needs_of, program_bytes
 from pyllama_kvflash.loading.panes import held_bytes, open_exact
 from pyllama_kvflash.loading.placement import on_host, place
 from pyllama_kvflash.loading.refusals import ON_DISK, of_codes, of_memory, of_model
 from pyllama_kvflash.loading.warned import idle, untrained
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes, why_unloadable
+from pyllama_kvflash.native import Context, Model, PoolParams, add_rpc, devices, row_bytes, why_unloadable
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, Scorer
 from pyllama_kvflash.policy.coarse import FORMS
@@ -68,17 +68,6 @@ class Loaded:
     def ctx(self) -> Context:
         """The context, pooled or stock."""
         return self.sequences[0].ctx
-
-    @property
-    def pane_bytes(self) -> int:
-        """Device bytes of the panes of an exact pass."""
-        return self.exact.n_bytes if self.exact else 0
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of the compute buffers, on devices and host."""
-        contexts = [self.ctx, *([self.exact.ctx] if self.exact else {})]
-        return sum(ctx.compute_bytes() for ctx in contexts)
 
     def close(self) -> None:
         """Free the sequences, the contexts and the model. Harmless when called again."""
@@ -241,14 +230,13 @@ def _opened(
             parts.callback(drafts[-1].close)
     at = range(len(devices()))
     drafter = drafts[0].n_bytes(at, options.n_parallel) if drafts else [0 for _ in at]
-    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     n_cells = ctx.n_ctx * (options.n_parallel if pool else 1)  # a stock context counts all sequences
     return Loaded(
         model,
         options,
         size.n_pool,
         plan.n_batch,
-        seen.geometry.token_bytes(row_bytes, *types) * n_cells,
+        seen.geometry.token_bytes(row_bytes, *types_of(options)) * n_cells,
         placed.notes + size.notes + ground.notes,
         placed.warnings
         + ground.warnings
@@ -320,7 +308,7 @@ def open_context(model: Model, options: Options, plan: LoadPlan, lodges: Context
             n_ubatch=min(options.n_ubatch, plan.n_batch),
             pool=pool,
             lodges=lodges,
-            **options.cache,
+            **context_options(options),
         )
     except KVFlashError as err:
         kind = f"a pool of {pool.n_pool:,} tokens" if pool else "the full cache"

@@ -1,7 +1,7 @@
 """The plan of a model's contexts: loading makes them, and `kvflash inspect` shows their memory."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from pyllama_kvflash.native import PoolParams
 from pyllama_kvflash.options import Options
@@ -34,6 +34,19 @@ class LoadPlan:
     size: PoolSize
     n_batch: int
     pool: PoolParams | None
+
+
+def context_options(options: Options) -> dict[str, Any]:
+    """Return how a context computes, as arguments of Context. options: resolved."""
+    return {
+        "n_threads": options.n_threads or 1,
+        "type_k": options.type_k,
+        "type_v": options.type_v,
+        "flash_attn": options.flash_attn,
+        "offload_kqv": options.kv_offload,
+        "n_seq": options.n_parallel,
+        "n_rollback": options.n_draft,
+    }
 
 
 class Ground(Protocol):

@@ -17,13 +17,18 @@ def device_memory(geometry: Geometry, options: Options, *, n_pane: int = 0, lodg
 
     n_pane: count the bytes of so many panes per token, not those of the cache. lodged: leave out codes that share the panes' memory.
     """
-    found, types = devices(), (CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
-    sizes = geometry.panes_by_device(row_bytes, *types, n_pane) if n_pane else geometry.by_device(row_bytes, *types)
+    found, asked = devices(), (row_bytes, *types_of(options))
+    sizes = geometry.panes_by_device(*asked, n_pane) if n_pane else geometry.by_device(*asked)
     codes = coarse_bytes(geometry, options, lodged=lodged or n_pane > 0)
     return [
         DeviceBytes(found[i].name, found[i].gpu, found[i].remote, found[i].free, token_bytes=n, coarse=codes.get(i, 0))
         for i, n in sizes.items()
     ]
+
+
+def types_of(options: Options) -> tuple[int, int]:
+    """Return the cache types of K and V as ggml numbers them."""
+    return CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
 
 
 def coarse_bytes(

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pyllama_kvflash.loading.memory import coarse_bytes
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
+from pyllama_kvflash.loading.memory import coarse_bytes, types_of
+from pyllama_kvflash.native import Context, Model, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.device import DeviceBytes
@@ -44,7 +44,7 @@ def needs_of(
     on each device. program: see program_bytes().
     """
     weights, found = weights_of(ctx.model), devices()
-    token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
+    token_bytes = geometry.by_device(row_bytes, *types_of(options))
     n_all = whole_cells(options.n_ctx) * options.n_parallel
     full = sum(token_bytes.values()) * n_all
     records = full if options.host_limit is None else min(full, options.host_limit)  # the others are in a file

@@ -3,9 +3,9 @@
 from typing import Any
 
 from pyllama_kvflash.errors import NativeError, UnsupportedError
-from pyllama_kvflash.loading.load_plan import Tap
-from pyllama_kvflash.loading.memory import check_memory, device_memory, lodging_bytes
-from pyllama_kvflash.native import CACHE_TYPES, Context, ExactContext, Model, PaneParams, devices, row_bytes
+from pyllama_kvflash.loading.load_plan import Tap, context_options
+from pyllama_kvflash.loading.memory import check_memory, device_memory, lodging_bytes, types_of
+from pyllama_kvflash.native import Context, ExactContext, Model, PaneParams, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.device import DeviceBytes
@@ -71,7 +71,7 @@ def held_bytes(ctx: ExactContext, geometry: Geometry, options: Options) -> dict[
 def _by_device(
     ctx: ExactContext, geometry: Geometry, options: Options, n_pane: int, states: int
 ) -> dict[int, DeviceBytes]:
-    panes = geometry.panes_by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v], n_pane)
+    panes = geometry.panes_by_device(row_bytes, *types_of(options), n_pane)
     first, lodging = next(iter(panes), 0), lodging_bytes(geometry, options)
     return {
         i: DeviceBytes(
@@ -95,7 +95,7 @@ def _state_bytes(model: Model, options: Options) -> int:
 def _shape(model: Model, options: Options) -> dict[str, Any]:
     n_ubatch = min(options.n_ubatch, options.n_ctx)
     sizes = {"n_ctx": options.n_ctx, "n_batch": n_ubatch, "n_ubatch": n_ubatch}
-    return {**options.cache, **sizes, "n_rollback": options.n_lookahead(recurrent=model.recurrent)}
+    return {**context_options(options), **sizes, "n_rollback": options.n_lookahead(recurrent=model.recurrent)}
 
 
 def _params(geometry: Geometry, n_pane: int, options: Options, tap: Tap) -> PaneParams:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pyllama_kvflash.loading.bits import LEAST
-from pyllama_kvflash.loading.memory import coarse_bytes
+from pyllama_kvflash.loading.load_plan import context_options
+from pyllama_kvflash.loading.memory import coarse_bytes, types_of
 from pyllama_kvflash.loading.panes import exact_bytes
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
+from pyllama_kvflash.native import Context, Model, devices, row_bytes
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
@@ -58,7 +59,7 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
 def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding]:
     """Return the future contents and the current free memory of each device that will hold part of the model."""
     weights, found = model.weights(), devices()
-    token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
+    token_bytes = geometry.by_device(row_bytes, *types_of(options))
     n_layer = 1 + max((int(m[1]) for w in weights if (m := _LAYER.match(w.name))), default=-1)
     here = sorted({w.device for w in weights} | token_bytes.keys())
     state, computed, drafter = _measured(model, geometry, options, here)
@@ -150,4 +151,4 @@ def drafters(options: Options, target: Context, here: Sequence[int]) -> list[int
 
 
 def _context(model: Model, options: Options, n_ctx: int, n_batch: int) -> Context:
-    return Context(model, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_batch, **options.cache)
+    return Context(model, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_batch, **context_options(options))
