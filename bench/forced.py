@@ -35,7 +35,7 @@ from pyllama_kvflash.engine import generation
 from pyllama_kvflash.engine.generation import step_together
 from pyllama_kvflash.engine.lossless import Lossless
 from pyllama_kvflash.errors import KVFlashError
-from pyllama_kvflash.loading.planning import needs
+from pyllama_kvflash.loading.planning import planned
 from pyllama_kvflash.native import Context, Model, Sampler, devices
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy.lookahead import Length, Lookahead
@@ -198,7 +198,7 @@ def main() -> None:
             for name, own in ways:
                 before = free()
                 try:
-                    said = sum(need.total for need in needs(path, Options(**options, **own))[0] if need.gpu)
+                    said = sum(need.total for need in planned(path, Options(**options, **own)).memory if need.gpu)
                     with KVFlash.from_file(path, **options, **own) as kv:
                         prompt = rng.integers(0, N_WORDS, n, dtype=np.int32)
                         text = rng.integers(0, N_WORDS, args.tokens, dtype=np.int32)

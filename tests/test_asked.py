@@ -1,10 +1,8 @@
 """What is asked of an answer: its temperature, its length, its likely tokens, its texts; and one that goes on after half a character."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -213,16 +211,6 @@ def test_a_message_that_is_not_text(monkeypatch: pytest.MonkeyPatch, errors: str
     assert done.code == 2
     assert done.err.count("line 2 of stdin is not UTF-8 text: byte 0xff at offset 0") == 1
     assert len(done.out.splitlines()) == 1
-
-
-def test_a_model_whose_name_is_not_text(tmp_path: Path) -> None:
-    """It is a name like any other: no message, summary or snapshot fails for it."""
-    model = bytes(tmp_path) + b"/\xff.gguf"
-    Path(model.decode(errors="surrogateescape")).symlink_to(BUNDLED_MODEL)
-    done = kvflash("run", model, "-p", "The code", "-n", "1", "--json", "-c", "512")
-    assert done.code == 0
-    assert json.loads(done.out)["model"].endswith(".gguf")
-    check_error(kvflash("run", model + b"x", "-p", "a"), 2, "does not exist")
 
 
 #

@@ -22,6 +22,7 @@ from support.commands import (
     check_error,
     check_good,
     check_plain,
+    in_process,
     kvflash,
 )
 from support.oracles import ON_GPU
@@ -33,7 +34,7 @@ pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", re
 environment = commands.environment
 LOADING = pytest.mark.nightly(
     r"pyllama_kvflash/native/.*",
-    r"pyllama_kvflash/(gguf_header|engine/(loading|placement|refusals))\.py",
+    r"pyllama_kvflash/(gguf_header|loading/(load|placement|refusals))\.py",
     "patches/.*",
     "vendor/.*",
 )
@@ -53,22 +54,20 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_model(tmp_path: Path) -> None:
     path = tmp_path / "no-such.gguf"
     for command in (("run", *HELLO), ("inspect",)):
-        check_error(kvflash(*command, path), USAGE, str(path), "does not exist", "give the path")
+        check_error(in_process(*command, path), USAGE, str(path), "does not exist", "give the path")
 
 
 def test_directory_as_a_model(tmp_path: Path) -> None:
     for command in (("run", *HELLO), ("inspect",)):
-        check_error(kvflash(*command, tmp_path), USAGE, str(tmp_path), "is a directory", "give the .gguf file")
+        check_error(in_process(*command, tmp_path), USAGE, str(tmp_path), "is a directory", "give the .gguf file")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"GG", b"Once upon a time\n", b"\0" * 4096, b"\x89PNG\r\n\x1a\n", b"ggjt\3\0\0\0"]
-)
+@pytest.mark.parametrize("content", [b"", b"GG", b"Once upon a time\n", b"\0" * 4096])
 def test_no_model(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     for command in (("run", *HELLO), ("inspect",)):
-        check_error(kvflash(*command, path), RUNTIME, str(path), "is not a GGUF model")
+        check_error(in_process(*command, path), RUNTIME, str(path), "is not a GGUF model")
 
 
 # in the magic, the version, the counts, the metadata, the tokens, the tensor table, the first tensor, the last one
@@ -93,7 +92,7 @@ def test_truncated_model(tmp_path: Path, cut: str) -> None:
         else "it ends within its header"
     )
     for command in (("run", *HELLO), ("inspect",)):
-        check_error(kvflash(*command, path), RUNTIME, f"{path} cannot be loaded: {what}", "download it again")
+        check_error(in_process(*command, path), RUNTIME, f"{path} cannot be loaded: {what}", "download it again")
 
 
 def test_model_without_a_tokenizer(tiny_path: Callable[[str], Path]) -> None:

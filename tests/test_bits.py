@@ -20,13 +20,12 @@ from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.loading import load as loading
 from pyllama_kvflash.loading import planning
 from pyllama_kvflash.loading.bits import LEAST, SMALL_BATCH
-from pyllama_kvflash.loading.need import Need
 from pyllama_kvflash.loading.planning import planned
 from pyllama_kvflash.native import pretending
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy.coarse import FORMS
-from pyllama_kvflash.policy.sizing import RESERVE
+from pyllama_kvflash.policy.device import RESERVE, DeviceBytes
 
 pytestmark = pytest.mark.native
 environment = commands.environment
@@ -46,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def needed(coarse: str, options: dict[str, Any]) -> dict[str, int]:
     """What each device has to have free for such codes."""
     found = planned(BUNDLED_MODEL, Options(**{**options, "coarse": coarse}))
-    return {need.name: need.total - need.program + RESERVE for need in found.needs}
+    return {need.name: need.total - need.program + RESERVE for need in found.memory}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -103,10 +102,10 @@ def test_a_card_that_is_pretended_decides(tmp_path: Path) -> None:
     path, options = tmp_path / "8b.gguf", Options(n_ctx=65_536, pool=1024, n_threads=1)
     write_outline(SHAPES["8b"], path)
 
-    def on_gpu(free: int, **more: Any) -> tuple[str, bool | None, int, Need]:
+    def on_gpu(free: int, **more: Any) -> tuple[str, bool | None, int, DeviceBytes]:
         with pretending(free, 1 << 20):
             found = planned(path, replace(options, **more))
-        need = next(need for need in found.needs if need.gpu)
+        need = next(need for need in found.memory if need.gpu)
         return found.options.coarse, found.options.codes_in_panes, found.options.n_ubatch, need
 
     tried = [(coarse, there) for coarse in FORMS for there in (False, True)]
@@ -131,7 +130,7 @@ def test_experts_go_to_the_host_before_bits_do(tmp_path: Path) -> None:
     def on_gpu(memory: int, **more: Any) -> tuple[int | str, str, int]:
         with pretending(memory, 64 << 30):
             found = planned(path, replace(options, **more))
-        least = next(need.total - need.program for need in found.needs if need.gpu)
+        least = next(need.total - need.program for need in found.memory if need.gpu)
         return found.options.n_cpu_moe, found.options.coarse, least
 
     assert on_gpu(24 << 30)[:2] == (0, "4")

@@ -111,7 +111,7 @@ def test_a_model_whose_template_cannot_be_read(tmp_path: Path) -> None:
     res = CliRunner().invoke(main, ["run", str(path), "-p", "hi", *SMALL, "-n", "2"])
     assert res.exit_code == 2
     assert "cannot read the chat template: Unexpected token: %} of type 9: " in res.stderr
-    assert res.stderr.endswith(", or add --no-chat-template\n")
+    assert res.stderr.endswith(": add --no-chat-template, which completes the prompt as it is\n")
     assert (
         CliRunner().invoke(main, ["run", str(path), "-p", "hi", *SMALL, "-n", "2", "--no-chat-template"]).exit_code == 0
     )

@@ -109,8 +109,8 @@ def test_inspect_several_devices() -> None:
     codes = found["coarse_bytes"] // 2  # each has half of the layers, and as much to attend to them
     assert codes > 0
     assert found["devices"] == [
-        {"name": "CUDA0", "free": 24 * GIB, "token_bytes": half, "host": False, "codes": codes, "remote": False},
-        {"name": "CUDA2", "free": GIB, "token_bytes": half, "host": False, "codes": codes, "remote": False},
+        {"name": "CUDA0", "gpu": True, "remote": False, "free": 24 * GIB, "token_bytes": half, "coarse": codes},
+        {"name": "CUDA2", "gpu": True, "remote": False, "free": GIB, "token_bytes": half, "coarse": codes},
     ]
     assert found["token_bytes"]["f16"] == NEEDLE_TOKEN_BYTES
     assert found["auto_pool"] == 16_384

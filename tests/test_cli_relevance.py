@@ -1,9 +1,6 @@
-"""Relevance and the demo on the command line."""
+"""Relevance on the command line."""
 
 import json
-import os
-import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
@@ -16,7 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import NEEDLE_TOKEN_BYTES, POOLED, SHORT, good, invoke, process, summary
+from support.commands import POOLED, good, summary
 
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli import main
@@ -83,29 +80,6 @@ def test_trace_and_plot(long_file: Path, tmp_path: Path, given: Give) -> None:
     assert good("plot", str(trace), "-o", str(tmp_path / "x.svg")).exit_code == 0
 
 
-@pytest.mark.parametrize("what", ["model", "prompt", "output"])
-def test_trace_over_something_in_use(tmp_path: Path, what: str) -> None:
-    paths = {name: tmp_path / name for name in ("model", "prompt", "output")}
-    for name, path in paths.items():
-        path.write_bytes(BUNDLED_MODEL.read_bytes() if name == "model" else b"The code")
-    before = paths[what].read_bytes()
-    res = invoke(
-        "run", str(paths["model"]), "-f", str(paths["prompt"]), "-o", str(paths["output"]), "-c", "1K", "-n", "2",
-        "--trace", str(paths[what]),
-    )  # fmt: skip
-    assert res.exit_code == 2, res.output
-    assert "--trace" in res.stderr
-    assert "Traceback" not in res.stderr
-    assert paths[what].read_bytes() == before
-
-
-@pytest.mark.parametrize(("name", "words"), [("no/such/run.jsonl", "there is no folder"), (".", "is a directory")])
-def test_trace_that_cannot_be_written(tmp_path: Path, name: str, words: str) -> None:
-    res = invoke("run", *SHORT, "-n", "2", "--trace", str(tmp_path / name))
-    assert res.exit_code == 2
-    assert words in res.stderr
-
-
 @pytest.mark.parametrize("command", ["run", "chat", "serve"])
 def test_defaults_are_those_of_the_library(command: str) -> None:
     """Of every option that has one, but how many sequences there are."""
@@ -147,57 +121,3 @@ def test_pins_by_option(long_file: Path, tmp_path: Path) -> None:
     left = gone("--set", "pins=0:100,300:350,7:8,448:449")
     assert not {0, 1, 4, 5, 7} & left
     assert {2, 3, 6, 8} <= left
-
-
-#
-# demo
-#
-
-
-@pytest.fixture(scope="module")
-def small_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    path = tmp_path_factory.mktemp("demo") / "prompt.txt"
-    args = ("--tokens", "2K", "--kvflash", "1K", "--needles", "4", "-t", "1")
-    return process("demo", *args, "-o", path, env={**os.environ, "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}), path
-
-
-def test_demo_finds_all_with_the_full_cache_and_with_chunks_brought_back(
-    small_demo: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
-    res, _ = small_demo
-    assert res.returncode == 0, res.stderr
-    found = re.search(r"found[│ ]+(\d) of 4[│ ]+(\d) of 4[│ ]+(\d) of 4", res.stdout)
-    assert found, res.stdout
-    full, lru, recalled = map(int, found.groups())
-    assert (full, recalled) == (4, 4)
-    assert lru < 4
-    assert re.search(r"KV in RAM[│ ]+6\.8 MiB[│ ]+\d+\.\d MiB[│ ]+\d+\.\d MiB", res.stdout), res.stdout
-    assert "\x1b" not in res.stdout + res.stderr
-
-
-def test_demo_writes_a_prompt_that_can_be_run(
-    small_demo: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
-    res, path = small_demo
-    line = res.stdout.splitlines()[-1]
-    assert line.startswith("Try it:  kvflash run -f ")
-    answer = re.search(r"│ +(\d{7}) ✓", res.stdout)  # the first question is at the end of the file
-    assert answer
-    args = line.removeprefix("Try it:  kvflash ").replace(str(path), "FILE").split()
-    found = good(*[str(path) if a == "FILE" else a for a in args], "--kvflash", "off")
-    assert answer[1] in found.stdout
-
-
-def test_demo_json(tmp_path: Path) -> None:
-    path = tmp_path / "prompt.txt"
-    args = ("--tokens", "1300", "--kvflash", "1K", "--needles", "3", "-s", "2", "-t", "1")
-    res = good("demo", *args, "--json", "-o", str(path))
-    found = json.loads(res.stdout)
-    assert res.stdout.count("\n") == 1
-    assert (len(found["keys"]), len(found["expected"]), found["seed"]) == (3, 3, 2)
-    full, _, recalled = found["runs"]
-    assert (full["found"], recalled["found"]) == (3, 3)
-    assert full["stats"]["n_pool"] is None
-    assert recalled["stats"]["n_pool"] == 1024
-    assert recalled["stats"]["kv_device_bytes"] == 1024 * NEEDLE_TOKEN_BYTES
-    assert path.read_text(encoding="utf-8").rstrip().endswith("Answer:")

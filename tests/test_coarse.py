@@ -21,9 +21,8 @@ from support.families import N_EMBD, N_FF, N_SWA, geometry, norms
 from support.oracles import CACHES, ON_GPU, Case, Run, assert_equal, rows
 
 from pyllama_kvflash.errors import UnsupportedError, UsageError
-from pyllama_kvflash.native import Model, PoolParams, Record
+from pyllama_kvflash.native import Model, PoolParams, Record, codes_bytes
 from pyllama_kvflash.native.guests import UNIT, Guests
-from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import Heads
 
 pytestmark = pytest.mark.native
@@ -301,10 +300,9 @@ def test_bytes_of_fewer_positions_are_their_beginning(
     made = coarse_run(case_of(name, cache_of(name)), bits=bits)
     n = made.guests.info().n
     all_, few = made.guests.saved_codes(n), made.guests.saved_codes(320)
-    form = CoarseForm(*bits)
     for layer, whole, part in zip(made.guests.layers, all_, few, strict=True):
-        assert len(whole) == form.n_bytes(Heads.of(layer), n)
-        assert len(part) == form.n_bytes(Heads.of(layer), 320)
+        assert len(whole) == codes_bytes(Heads.of(layer), bits, n, on_gpu=False)
+        assert len(part) == codes_bytes(Heads.of(layer), bits, 320, on_gpu=False)
         np.testing.assert_array_equal(part, whole[: len(part)])
     assert made.guests.info().bytes == (0 if ON_GPU else sum(map(len, all_)))
     got = made.run.feed(10, 1)

@@ -19,9 +19,8 @@ from support.coarse_runs import N_READ, N_STEPS, apart, coarse_run, steps
 from support.kernels import SOURCES, build_kernels, host_kernels, library
 from support.oracles import CACHES, ON_GPU, SCRIBBLE, Case, Logits, Run, assert_equal
 
-from pyllama_kvflash.native import Model, Record, choice_bytes
+from pyllama_kvflash.native import Model, Record, choice_bytes, codes_bytes
 from pyllama_kvflash.native.guests import Guests
-from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.fresh import Heads
 
 __all__ = ["library"]
@@ -214,7 +213,7 @@ def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: P
         made = coarse_run(case_of(name), bits=(4, 2), n_ctx=n_ctx, late=1)
     with made.run:
         heads, n_cells = tuple(map(Heads.of, made.guests.layers)), -(-n_ctx // 256) * 256
-        codes = sum(CoarseForm(4, 2).gpu_bytes(h, n_cells) for h in heads)
+        codes = sum(codes_bytes(h, (4, 2), n_cells, on_gpu=True) for h in heads)
         want = choice_bytes(heads, n_cells, 1, 1280, 64) + codes
         assert 0 <= want - made.guests.info().device_bytes < 4 << 10
 

@@ -1,4 +1,4 @@
-"""`kvflash demo` shows the pool's answers before it compares. What they are: test_cli_relevance.py."""
+"""`kvflash demo`: the pool's answers, and then the comparison."""
 
 import json
 import re
@@ -57,6 +57,12 @@ def test_the_pool_comes_first(args: tuple[str, ...], monkeypatch: pytest.MonkeyP
     for name in ("fresh", "lru", "full cache"):
         assert f"kvflash: {name} answers 1/3\n" in res.stderr
     assert re.findall(r"(\d{7}) ✓ │\n", last) == codes
+    assert re.search(r"found[│ ]+3 of 3[│ ]+[012] of 3[│ ]+3 of 3", last), last
+    assert "\x1b" not in res.output
+    hint = res.stdout.splitlines()[-1]
+    assert hint.startswith(f"Try it:  kvflash run -f {args[-1]} ")
+    asked = good(*hint.removeprefix("Try it:  kvflash ").split(), "--kvflash", "off").stdout
+    assert codes[0] in asked, "the first question is at the end of the file"
 
 
 @pytest.mark.parametrize("cut", ["lru", "full"])
@@ -78,7 +84,12 @@ def test_json_is_written_at_the_end(args: tuple[str, ...], monkeypatch: pytest.M
     announce(monkeypatch)
     *names, line = good(*args, "--json").stdout.splitlines()
     assert names == ["RUN fresh", "RUN lru", "RUN full"]
-    assert [run["name"] for run in json.loads(line)["runs"]] == ["full cache", "pool, lru", "pool, fresh"]
+    found = json.loads(line)
+    assert [run["name"] for run in found["runs"]] == ["full cache", "pool, lru", "pool, fresh"]
+    assert (len(found["keys"]), len(found["expected"]), found["seed"]) == (3, 3, 1)
+    full, _, recalled = found["runs"]
+    assert (full["found"], recalled["found"]) == (3, 3)
+    assert (full["stats"]["n_pool"], recalled["stats"]["n_pool"]) == (None, 1024)
 
 
 def test_no_file_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from support.rewritten import rewritten
 from support.runs import GREEDY, Open, check_residency, text_of
 
 from pyllama_kvflash import KVFlash, Reselect, Warn
-from pyllama_kvflash.cli.needles import answer_all
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Context
@@ -127,7 +126,7 @@ def test_a_drafter_finds_the_codes(opened: Open, document: NeedlePrompt, policy:
     """A model with the same attention finds what the target's would."""
     kv = opened(policy=policy)
     assert kv.policy == policy
-    found = answer_all(kv, document, lambda _: None)
+    found = needles.answers(kv, document)
     assert all(found.found(document.needles))
     assert kv.policy == policy, "it is the drafter that found them"
     assert (drafter_of(kv)._retokenizer is not None) == (policy == "crosstok")

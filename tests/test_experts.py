@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import CHECK
 
+from pyllama_kvflash.policy.device import RESERVE
 from pyllama_kvflash.policy.experts import DENSE_CAP, Holding, Placement, place_experts
-from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE
+from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS
 
 KIB, MIB = 1 << 10, 1 << 20
 FLOOR, N_CTX, CAP = 1024, 32_768, 4096
 
 # 4 layers of 300 MiB of experts, 100 MiB of other weights, KV of 16 KiB a token: 16 MiB for FLOOR, 64 for CAP, 512 for N_CTX
-GPU = Holding("CUDA0", 0, 100 * MIB, 16 * KIB, (300 * MIB,) * 4)
+GPU = Holding("CUDA0", gpu=True, weights=100 * MIB, token_bytes=16 * KIB, experts=(300 * MIB,) * 4)
 BESIDE_ALL = RESERVE + (100 + 1200 + 512) * MIB  # what the full cache takes beside all experts
 NEED = [
     RESERVE + (100 + 300 * n + 64) * MIB for n in (4, 3, 2, 1, 0)
@@ -124,9 +125,9 @@ def test_a_warning_if_nothing_fits(pool: int | str, mib: int) -> None:
 # several devices
 #
 
-SECOND = Holding("CUDA1", 0, 200 * MIB, 8 * KIB, (0, 0, 300 * MIB, 300 * MIB))
-FIRST = Holding("CUDA0", 0, 100 * MIB, 8 * KIB, (300 * MIB, 300 * MIB, 0, 0))
-HOST = Holding("CPU", 0, 50 * MIB, 0, (0,) * 4, gpu=False)
+FIRST = replace(GPU, token_bytes=8 * KIB, experts=(300 * MIB, 300 * MIB, 0, 0))
+SECOND = replace(FIRST, name="CUDA1", weights=200 * MIB, experts=(0, 0, 300 * MIB, 300 * MIB))
+HOST = Holding("CPU", gpu=False, weights=50 * MIB, experts=(0,) * 4)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_without_a_gpu_there_is_nothing_to_save() -> None:
         assert place(host, pool=pool) == Placement(0, pool, notes=(note,))
     assert place(host, request=2) == Placement(2, "auto", notes=(note,))
     assert place(host, request=9) == Placement(4, "auto", notes=(note,))
-    dense = Holding("CUDA0", 0, 100 * MIB, KIB, (0,) * 4)
+    dense = replace(GPU, experts=(0,) * 4)
     assert place(dense, host).notes == (note,), "a GPU that has none of them"
 
 
@@ -189,7 +190,7 @@ def test_a_pool_beside_feed_forward_weights_is_smaller_than_beside_experts() -> 
 
 @pytest.mark.parametrize("request_", ["auto", 1, 4, 99])
 def test_a_model_with_nothing_to_move(request_: int | str) -> None:
-    dense = Holding("CUDA0", 1 << 40, 100 * MIB, KIB, (0,) * 4)
+    dense = replace(GPU, free=1 << 40, experts=(0,) * 4)
     found = place(dense, HOST, request=request_)
     assert (found.n_cpu_moe, found.pool, found.redundant, found.notes) == (0, "auto", False, ())
     assert found.warnings == (
@@ -247,7 +248,8 @@ def models(draw: st.DrawFn) -> list[Holding]:
         fixed, token_bytes = draw(st.integers(0, 100 * MIB)), draw(st.integers(0, 64 * KIB))
         compute, slope = draw(st.integers(0, 10 * MIB)), draw(st.sampled_from([0, 4 * KIB]))
         free = RESERVE + fixed + compute + draw(st.integers(-MIB, sum(experts) + copy + 8192 * token_bytes))
-        res.append(Holding(f"dev{i}", max(0, free), fixed, token_bytes, experts, copy, compute, slope, gpu=i < n_gpu))
+        sizes = {"weights": fixed, "token_bytes": token_bytes, "buffers": compute, "copy": copy, "token_compute": slope}
+        res.append(Holding(f"dev{i}", gpu=i < n_gpu, free=max(0, free), experts=experts, **sizes))
     return res
 
 
@@ -260,8 +262,8 @@ caps = st.integers(1, 20_000)
 def fit(holdings: list[Holding], n_host: int, tokens: int) -> bool:
     """By hand."""
     for h in holdings:
-        used = h.fixed + sum(h.experts[n_host:]) + tokens * h.token_bytes + RESERVE + (h.copy if n_host else 0)
-        used += h.compute + tokens * h.token_compute
+        used = h.weights + sum(h.experts[n_host:]) + tokens * h.token_bytes + RESERVE + (h.copy if n_host else 0)
+        used += h.buffers + tokens * h.token_compute
         if h.gpu and used > h.free:
             return False
     return True

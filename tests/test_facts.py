@@ -229,10 +229,11 @@ def test_any_document(n_tokens: int, n_facts: int, n_decoys: int, seed: int) -> 
 
 @pytest.mark.native
 def test_the_full_cache_finds_all_facts() -> None:
+    from support import needles  # noqa: PLC0415
+
     from pyllama_kvflash import KVFlash  # noqa: PLC0415 (the other tests run where nothing was built)
-    from pyllama_kvflash.cli import needles  # noqa: PLC0415 (the other tests run where nothing was built)
 
     with KVFlash.from_file(BUNDLED_MODEL, pool="off", n_ctx=2112, n_threads=1) as kv:
         prompt = make_facts(2048, lambda text: len(kv.tokenize(text, add_special=False)))
-        answers = needles.answer_all(kv, prompt, lambda _: None)
-    assert all(answers.found(prompt.needles)), answers.answers
+        found = needles.answers(kv, prompt)
+    assert all(found.found(prompt.needles)), found.answers

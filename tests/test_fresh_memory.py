@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import crossed
 from support.oracles import ONE_GPU
 from support.runs import BY_SIXTEEN, TOKENS, Open
 
@@ -21,13 +22,13 @@ from kvflash_bench.device import device_kv
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.events import Prefill
 from pyllama_kvflash.loading import memory
-from pyllama_kvflash.loading.planning import needs
-from pyllama_kvflash.native import Context, Device, Model, choice_bytes, devices, guests
+from pyllama_kvflash.loading.planning import planned
+from pyllama_kvflash.native import Context, Device, Model, choice_bytes, codes_bytes, devices, guests
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import CoarseForm
+from pyllama_kvflash.policy.device import RESERVE
 from pyllama_kvflash.policy.fresh import Heads
-from pyllama_kvflash.policy.sizing import RESERVE
 
 pytestmark = pytest.mark.native
 
@@ -83,32 +84,25 @@ def codes_of(path: Path, n_ctx: int, n_pool: int, **changes: Any) -> int:
     form = CoarseForm.of(made["coarse"])
     assert form
     n_cells = -(-n_ctx // 256) * 256
-    codes = sum(form.gpu_bytes(h, n_cells) for h in heads)
+    codes = sum(codes_bytes(h, form, n_cells, on_gpu=True) for h in heads)
     n_seq: int = made["n_seq"]
     return n_seq * codes + choice_bytes(heads, n_cells, n_seq, n_pool, made["chunk"])
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"coarse": "4,2"},
-        {"coarse": "2"},
-        {"n_parallel": 3},
-        {"chunk": 16},
-        {"n_ctx": 4000},
-        {"policy": "fresh"},
-        {"policy": "lru"},
-    ],
-    ids=str,
+    ("name", "changes"),
+    crossed(
+        ["qwen3", "gemma4", "qwen35"],
+        [{}, {"coarse": "4,2"}, {"coarse": "2"}, {"n_parallel": 3}, {"chunk": 16}, {"n_ctx": 4000}, {"policy": "lru"}],
+    ),
 )
-@pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35"])
 def test_a_plan_says_what_codes_take(
     tiny_path: Callable[[str], Path], gpus: Callable[..., None], name: str, changes: dict[str, Any]
 ) -> None:
     gpus(8 << 30)
     options = {"coarse": "4", "n_ctx": 4096, "pool": 1024, "n_threads": 1, **ONE_GPU, **changes}
-    (need, *others), size = needs(tiny_path(name), Options(**options))
+    plan = planned(tiny_path(name), Options(**options))
+    (need, *others), size = plan.memory, plan.size
     shape = {"n_seq" if key == "n_parallel" else key: n for key, n in changes.items() if key not in ("n_ctx", "policy")}
     assert size.n_pool is not None
     assert need.coarse == codes_of(tiny_path(name), options["n_ctx"], size.n_pool, **shape) > 0
@@ -120,12 +114,12 @@ def test_a_plan_says_what_codes_take(
 def test_no_more_is_taken_than_is_planned(tiny_path: Callable[[str], Path], name: str, policy: str) -> None:
     """Wherever codes are here: little less once nearly the whole context has some."""
     options: dict[str, Any] = {"n_ctx": 4096, "pool": 1024, "n_threads": 1, "policy": policy, "coarse": "4"}
-    planned = sum(need.coarse for need in needs(tiny_path(name), Options(**options))[0])
+    most = sum(need.coarse for need in planned(tiny_path(name), Options(**options)).memory)
     with KVFlash.from_file(tiny_path(name), **options) as kv:
-        assert kv.stats().coarse_bytes <= planned
+        assert kv.stats().coarse_bytes <= most
         for _ in kv.prefill(TOKENS[:4000]):
             pass
-        assert 0.9 * planned <= kv.stats().coarse_bytes <= planned
+        assert 0.9 * most <= kv.stats().coarse_bytes <= most
 
 
 @pytest.mark.parametrize("policy", ["fresh", "lru"])
@@ -134,13 +128,13 @@ def test_each_gpu_keeps_free_what_its_layers_take(gpus: Callable[..., None], pol
     gpus(1 << 30, 2 << 30, 3 << 30)
     heads = (Heads(4, 2, 64, 64), Heads(4, 2, 64, 64), Heads(8, 4, 64, 64))
     geometry = Geometry(((128, 128), (128, 128), (256, 256)), (0, 2, 2), heads)
-    small, _, large = (CoarseForm(4, 2).gpu_bytes(h, 4096) for h in heads)
+    small, _, large = (codes_bytes(h, (4, 2), 4096, on_gpu=True) for h in heads)
     options = Options(coarse="4,2", n_ctx=4096, policy=policy)
     choice = choice_bytes(heads, 4096, 1, 4096, 64)
     want = {0: small + choice, 2: small + large + choice}
     assert memory.coarse_bytes(geometry, options) == want
     found = memory.device_memory(geometry, options)
-    assert [(d.name, d.codes) for d in found] == [("CUDA0", want[0]), ("CUDA2", want[2])]
+    assert [(d.name, d.coarse) for d in found] == [("CUDA0", want[0]), ("CUDA2", want[2])]
     less = choice - choice_bytes(heads, 4096, 1, 1024, 64)
     assert less > 0
     for fixed in (
@@ -160,7 +154,7 @@ def test_an_automatic_pool_leaves_room_for_codes(
     path = tiny_path("qwen3")
     options: dict[str, Any] = {"n_ctx": 16_384, "n_threads": 1, "policy": policy, "coarse": coarse, "prefill": "pool"}
     options |= ONE_GPU
-    token_bytes = next(iter(needs(path, Options(**options, pool=1024))[0])).kv // 1024
+    token_bytes = planned(path, Options(**options, pool=1024)).memory[0].kv // 1024
     codes = codes_of(path, 16_384, 16_384, coarse=coarse) if coarse != "off" else 0
     free = RESERVE + codes + 2 * 2048 * token_bytes
     gpus(free)

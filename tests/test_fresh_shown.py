@@ -18,6 +18,7 @@ from kvflash_bench.trace import read_trace
 from pyllama_kvflash import KVFlash, Paged
 from pyllama_kvflash.cli.figures import stats_table
 from pyllama_kvflash.events import Event
+from pyllama_kvflash.native import codes_bytes
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
 from pyllama_kvflash.policy.fresh import Heads
 
@@ -166,7 +167,7 @@ def test_only_where_layers_choose_does_a_trace_say_so(long_file: Path, tmp_path:
 def test_inspect_says_what_codes_would_take(coarse: str) -> None:
     form = CoarseForm.of(coarse)
     assert form
-    want = 6 * form.n_bytes(HEADS, 8192)
+    want = 6 * codes_bytes(HEADS, form, 8192, on_gpu=False)
     args = ("inspect", "-c", "8K", "--kvflash-coarse", coarse)
     found = json.loads(good(*args, *FRESH[:2], "--json").stdout)
     assert (found["coarse"], found["coarse_bytes"]) == (coarse, want)

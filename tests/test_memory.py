@@ -16,14 +16,14 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.cli.memory import memory_line
 from pyllama_kvflash.loading import memory, placement
 from pyllama_kvflash.loading import need as needs_module
-from pyllama_kvflash.loading.need import DRIVER, Need
-from pyllama_kvflash.loading.planning import needs
-from pyllama_kvflash.native import Model, choice_bytes
+from pyllama_kvflash.loading.need import DRIVER
+from pyllama_kvflash.loading.planning import planned
+from pyllama_kvflash.native import Model, choice_bytes, codes_bytes
 from pyllama_kvflash.native.device import Device
 from pyllama_kvflash.needle import BUNDLED_DRAFTER, BUNDLED_MODEL
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.policy import Geometry
-from pyllama_kvflash.policy.coarse import CoarseForm
+from pyllama_kvflash.policy.device import DeviceBytes
 from pyllama_kvflash.policy.fresh import Heads
 
 pytestmark = pytest.mark.native
@@ -44,26 +44,13 @@ def peak_of(command: list[str]) -> tuple[int, str, str]:
     return int(peak), run.stdout, "\n".join(said)
 
 
-@pytest.mark.parametrize("pool", ["auto", "1K", "off"])
-@pytest.mark.parametrize("n_words", [10, 3000], ids=["short", "long"])
+@pytest.mark.parametrize(("n_words", "pool"), [(10, "auto"), (3000, "1K"), (3000, "off")])
 def test_the_peak_that_is_said_is_the_one_outside(tmp_path: Path, pool: str, n_words: int) -> None:
     """Within 5 %, and no more than was said at the start."""
     text = tmp_path / "text.txt"
     text.write_text("a " * n_words)
-    command = [
-        sys.executable,
-        "-m",
-        "pyllama_kvflash",
-        "run",
-        str(BUNDLED_MODEL),
-        "-f",
-        str(text),
-        "-c",
-        "8K",
-        "-n",
-        "8",
-    ]
-    command += ["--kvflash", pool, "--json", "-no-cnv", "--temp", "0", "-t", "1", "-v"]
+    command = [sys.executable, "-m", "pyllama_kvflash", "run", str(BUNDLED_MODEL), "-f", str(text)]
+    command += ["-c", "8K", "-n", "8", "--kvflash", pool, "--json", "-no-cnv", "--temp", "0", "-t", "1", "-v"]
     peak, out, err = peak_of(command)
     stats = json.loads(out)["stats"]
     at_end = N_GPU * AT_END if stats["gpu_bytes"] else 0
@@ -79,7 +66,7 @@ def test_the_peak_that_is_said_is_the_one_outside(tmp_path: Path, pool: str, n_w
 
 
 def test_all_that_is_said_adds_up() -> None:
-    need = Need("CPU", gpu=False, weights=100 << 20, kv=10 << 20, records=40 << 20, program=50 << 20)
+    need = DeviceBytes("CPU", gpu=False, weights=100 << 20, kv=10 << 20, records=40 << 20, program=50 << 20)
     assert need.total == 200 << 20
     assert memory_line([need]).endswith(
         "RAM up to 200.0 MiB = 100.0 MiB weights + 10.0 MiB KV + 40.0 MiB records + 50.0 MiB program"
@@ -87,7 +74,7 @@ def test_all_that_is_said_adds_up() -> None:
 
 
 def test_a_gpu_has_its_own_name_and_its_driver() -> None:
-    need = Need("CUDA0", gpu=True, weights=1 << 30, program=DRIVER)
+    need = DeviceBytes("CUDA0", gpu=True, weights=1 << 30, program=DRIVER)
     assert (
         "CUDA0 up to 1684.0 MiB = 1024.0 MiB weights + 660.0 MiB driver; while it loads, RAM also maps the file, 1024.0 MiB"
         in memory_line([need])
@@ -100,7 +87,7 @@ def test_codes_of_layers_on_the_host_count_beside_a_gpus(monkeypatch: pytest.Mon
     gpu, host = (Device(name, name, is_gpu, 1 << 30, 1 << 30) for name, is_gpu in (("GPU", True), ("CPU", False)))
     monkeypatch.setattr(memory, "devices", lambda: [gpu, host])
     options, heads = Options(n_ctx=4096, pool=1024, coarse="4,2"), (Heads(8, 2, 64, 64),) * 4
-    each, its = (f(heads[0], 4096) for f in (CoarseForm(4, 2).n_bytes, CoarseForm(4, 2).gpu_bytes))
+    each, its = (codes_bytes(heads[0], (4, 2), 4096, on_gpu=gpu) for gpu in (False, True))
     choice = choice_bytes(heads, 4096, 1, 1024, 64)
     places = (1,) * n_host + (0,) * (4 - n_host)
     want = {1: n_host * each, 0: (4 - n_host) * its + choice}
@@ -126,7 +113,7 @@ def test_a_drafter_is_counted_as_it_is_and_not_loaded_again(monkeypatch: pytest.
             held = kv.memory
     assert loaded == [BUNDLED_MODEL, BUNDLED_DRAFTER]
     assert sum(need.drafter for need in held) > 0.9 * BUNDLED_DRAFTER.stat().st_size
-    assert held == needs(BUNDLED_MODEL, Options(**options))[0]
+    assert held == planned(BUNDLED_MODEL, Options(**options)).memory
 
 
 def test_a_peak_is_in_bytes_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:

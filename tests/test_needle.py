@@ -1,6 +1,8 @@
 """Needle prompts: determinism, spans, depths, lengths, held-out keys, errors.  No model, no native code."""
 
 import ast
+import hashlib
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,14 @@ def test_document_reads_as_promised() -> None:
         assert n.question == f"Question: what is the secret code for the {n.key}? Answer:"
         assert lines.count(n.statement) == 1
         assert prompt.text.count(n.answer) == 1
+
+
+def test_the_bundled_model_knows_the_prose() -> None:
+    """Byte for byte that of its training: words, templates and their order."""
+    prose, rng = hashlib.sha256(), random.Random(0)
+    for _ in range(3000):
+        prose.update("|".join(words.paragraph(rng)).encode())
+    assert prose.hexdigest()[:12] == "4c608c14e699"
 
 
 def test_seeds_differ() -> None:

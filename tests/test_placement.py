@@ -30,8 +30,8 @@ from pyllama_kvflash.loading.refusals import MODELS
 from pyllama_kvflash.native import Context, Device, Model, PoolParams
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options, Spec
+from pyllama_kvflash.policy.device import RESERVE
 from pyllama_kvflash.policy.experts import Placement
-from pyllama_kvflash.policy.sizing import RESERVE
 
 pytestmark = pytest.mark.native
 
@@ -222,24 +222,24 @@ def test_states_count(tiny_path: Callable[[str], Path], gpu: Callable[..., None]
         assert found.token_bytes == probe(model, options).geometry.token_bytes(lambda _, n: 2 * n, 1, 1)
     with loaded(tiny_path(name), pool="off", n_batch=0, n_parallel=n_parallel) as its:
         held = its.ctx.kv_bytes()
-    assert found.fixed == weights + held.swa + held.recurrent
-    assert (found.fixed > weights) == (name != MOE)
+    assert (found.weights, found.states) == (weights, held.swa + held.recurrent)
+    assert (found.states > 0) == (name != MOE)
     assert found.copy == 4 * 256 * 128 * 2, "of 4 experts, 256 x 128 numbers of 2 bytes"
 
 
 def test_an_exact_pass_counts(tiny_path: Callable[[str], Path], gpu: Callable[..., None]) -> None:
     """Its panes, and the buffers of its computation."""
     gpu(1 << 40)
-    fixed = {}
+    held = {}
     with Model.load(tiny_path(MOE), no_alloc=True) as model:
         for prefill in ("pool", "exact"):
             options = Options(**{**SMALL, "prefill": prefill}).resolved(model.n_ctx_train)
             geometry = probe(model, options).geometry
-            fixed[prefill] = holdings(model, geometry, options)[0].fixed
-        panes, compute, states = next(iter(exact_bytes(model, geometry, options).values()))
-    assert panes >= 2 * options.n_ctx * 1024 // 2
-    assert fixed["exact"] - fixed["pool"] == panes + compute + states
-    assert states == 0
+            held[prefill] = holdings(model, geometry, options)[0]
+        exact = exact_bytes(model, geometry, options)[0]
+    assert exact.panes >= 2 * options.n_ctx * 1024 // 2
+    assert exact.parts.keys() == {"panes", "buffers"}
+    assert held["exact"] == held["pool"] + exact
 
 
 @pytest.mark.nightly(ENGINE)
@@ -258,7 +258,7 @@ def test_speculative_decoding_counts(
         weights = sum(w.size for w in model.weights() if not EXPERTS.match(w.name))
     with loaded(tiny_path(name), spec=spec) as its:
         held = its.ctx.kv_bytes()
-        assert found.fixed == weights + held.recurrent
+        assert (found.weights, found.states) == (weights, held.recurrent)
         assert its.drafts
         if drafter := its.drafts[0]._drafter:
             kv = drafter.kv_bytes()
@@ -290,7 +290,7 @@ def test_what_is_computed_counts(
 ) -> None:
     """Its buffers, of a pool and of the full cache, are no larger than was said, and not much smaller."""
     gpu(1 << 40)
-    options = Options(coarse="off", n_ctx=16384, n_batch=512, n_ubatch=512, flash_attn=flash_attn)
+    options = Options(coarse="off", n_ctx=16384, n_batch=512, n_ubatch=512, flash_attn=flash_attn, prefill="pool")
     with Model.load(tiny_path(name), no_alloc=True) as model:
         options = options.resolved(model.n_ctx_train)
         (found,) = holdings(model, probe(model, options).geometry, options)
@@ -299,7 +299,7 @@ def test_what_is_computed_counts(
         for tokens in (1024, 4096, 16384):
             pool = PoolParams(n_pool=tokens) if tokens < options.n_ctx else None
             real = computed(model, options.n_ctx, 512, flash_attn=flash_attn, pool=pool)
-            assert real <= found.compute + tokens * found.token_compute <= 1.1 * real + (4 << 20)
+            assert real <= found.buffers + tokens * found.token_compute <= 1.1 * real + (4 << 20)
 
 
 def test_experts_that_are_on_the_host_anyway(
@@ -330,8 +330,8 @@ def test_experts_that_are_on_the_host_anyway(
         3,
         False,
     )
-    assert on_gpu.fixed == size.fixed - first + size.copy
-    assert (on_gpu.copy, on_cpu.fixed, on_cpu.token_bytes) == (0, first + size.copy, 0)
+    assert on_gpu.weights == size.fixed - size.state - first + size.copy
+    assert (on_gpu.copy, on_cpu.weights, on_cpu.token_bytes) == (0, first + size.copy, 0)
 
 
 #

@@ -21,7 +21,6 @@ from pyllama_kvflash.loading import expected, planning
 from pyllama_kvflash.loading import load as loading
 from pyllama_kvflash.loading.need import DRIVER
 from pyllama_kvflash.loading.offers import SMALL_BATCH, Offer, best
-from pyllama_kvflash.loading.planning import needs
 from pyllama_kvflash.native import Model, devices, pretending
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
@@ -160,7 +159,7 @@ def test_a_plan_is_what_is_looked_at_here_on_another_device() -> None:
     """The same weights, KV and buffers; the host has the embeddings, and the GPU has them, too, as they make the logits."""
     found = planned("--memory", "2G", "-c", "16K")
     for kind, options in (("f16", {"pool": "off"}), ("pool", {"pool": 8192})):
-        (here,), _ = needs(BUNDLED_MODEL, Options(n_ctx=16_384, **options))
+        (here,) = planning.planned(BUNDLED_MODEL, Options(n_ctx=16_384, **options)).memory
         gpu, host = ways(found)[kind]["needs"]
         with Model.load(BUNDLED_MODEL, no_alloc=True) as model:
             embeds = next(w.size for w in model.weights() if w.name == "token_embd.weight")
@@ -184,7 +183,7 @@ def test_a_pool_has_the_most_bits_that_fit(tmp_path: Path) -> None:
         small = {} if bits == "off" else {"n_ubatch": SMALL_BATCH, "codes_in_panes": True}
         options = Options(n_ctx=131_072, pool=1024, split_mode="none", coarse=bits, **small)
         with pretending(64 * GIB, 64 * GIB):
-            return sum(need.total for need in needs(path, options)[0] if need.gpu) >> 20
+            return sum(need.total for need in planning.planned(path, options).memory if need.gpu) >> 20
 
     args = (str(path), "--ram", "64G", "-c", "128K", "--memory")
     for bits, fewer in ((expected.BITS[0], expected.BITS[1]), (expected.BITS[-1], "off")):
@@ -202,6 +201,12 @@ def test_what_can_have_no_codes_has_a_pool_alone(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, "probe", lambda *given: replace(probe(*given), uncoded="it has none"))
     pools = [way for way in planned("--memory", "4G", "-c", "128K")["ways"] if way["kind"] == "pool"]
     assert {(way["n_pool"], way["options"]["coarse"]) for way in pools} == {(16_384, "off")}
+
+
+def test_no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for a fingerprint, which only records of a pool that is made have."""
+    monkeypatch.setattr(Model, "fingerprint", property(lambda _: pytest.fail("it reads parts of all weights")))
+    assert ways(planned("--memory", "4G", "-c", "64K"))["pool"]["fits"]
 
 
 def too_small_for_q8_0(context: str) -> str:

@@ -14,7 +14,7 @@ from support.oracles import ON_GPU
 from kvflash_bench.shapes import SHAPES, write_outline
 from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import NativeError
-from pyllama_kvflash.loading.planning import needs
+from pyllama_kvflash.loading.planning import planned
 from pyllama_kvflash.native import context, pretending
 from pyllama_kvflash.native import lib as native_lib
 from pyllama_kvflash.options import Options
@@ -44,7 +44,8 @@ PADDING = 16 << 10 if ON_GPU else 0
 def test_what_is_said_is_taken(tiny_path: Callable[[str], Path], name: str, way: str) -> None:
     """To the byte."""
     options: dict[str, Any] = {"n_ctx": 4096, "n_threads": 1, **WAYS[way]}
-    found, size = needs(tiny_path(name), Options(**options))
+    plan = planned(tiny_path(name), Options(**options))
+    found, size = plan.memory, plan.size
     with KVFlash.from_file(tiny_path(name), **options) as kv:
         stats = kv.stats()
         assert size.n_pool == kv.n_pool
@@ -66,7 +67,7 @@ def test_flash_attention_has_other_types_in_halves(tmp_path: Path) -> None:
 
     def buffers(kind: str, **more: Any) -> int:
         with pretending(64 << 30, 64 << 30):
-            found, _ = needs(path, Options(n_ctx=n_ctx, type_k=kind, type_v=kind, n_threads=1, **more))
+            found = planned(path, Options(n_ctx=n_ctx, type_k=kind, type_v=kind, n_threads=1, **more)).memory
         return next(need.buffers for need in found if need.gpu)
 
     for options, n_cell in (({"pool": "off"}, n_ctx), ({"pool": 4096, "coarse": "off", "policy": "qk"}, n_ctx + 4096)):

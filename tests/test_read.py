@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.commands import RUNTIME, USAGE, check_error, in_process
+from support.commands import USAGE, check_error, in_process
 
 from pyllama_kvflash.cli.read import decoded, piped_lines
 from pyllama_kvflash.errors import UsageError
@@ -70,6 +70,7 @@ def test_texts_that_are_refused(data: bytes, says: str) -> None:
 GIVEN = ("-p", "x", "-n", "1", "-c", "256")
 READERS: dict[str, Callable[[str], tuple[str, ...]]] = {
     "prompt": lambda path: ("run", "-f", path),
+    "stdin": lambda _: ("run",),
     "schema": lambda path: ("run", "-jf", path, *GIVEN),
     "grammar": lambda path: ("run", "--grammar", path, *GIVEN),
     "template": lambda path: ("chat", "--chat-template-file", path),
@@ -84,7 +85,8 @@ def test_readers_refuse_what_is_not_text(reader: str, tmp_path: Path) -> None:
     """All of them use decoded(): what it refuses, they refuse."""
     path = tmp_path / "odd.txt"
     path.write_bytes(b"caf\xe9")
-    check_error(in_process(*READERS[reader](str(path))), USAGE, str(path), "0xe9 at offset 3", "iconv")
+    res, name = in_process(*READERS[reader](str(path)), stdin=b"caf\xe9"), "stdin" if reader == "stdin" else str(path)
+    check_error(res, USAGE, name, "0xe9 at offset 3", "iconv")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
@@ -136,13 +138,3 @@ def test_only_the_first_piped_line_says_how_all_are_encoded(monkeypatch: pytest.
         piped(monkeypatch, b"Hi\n\xff\xfea\n")
     with pytest.raises(UsageError, match="line 1 of stdin looks like UTF-16 without"):
         piped(monkeypatch, "Hello\n".encode("utf-16-le"))
-
-
-def test_a_piped_line_that_is_not_text_ends_the_chat() -> None:
-    """Its question is not left out: what was asked before is answered, and the line is named."""
-    asked = ("chat", "-c", "256", "-n", "2", "-t", "1", "--temp", "0", "-q")
-    good = in_process(*asked, stdin=b"Hi\n")
-    res = in_process(*asked, stdin=b"\xef\xbb\xbfHi\ncaf\xe9\nHo\n")
-    assert res.out == good.out
-    check_error(res._replace(out=""), USAGE, "line 2 of stdin is not UTF-8 text: byte 0xe9 at offset 3")
-    assert RUNTIME not in {good.code, res.code}

@@ -27,7 +27,7 @@ from support.runs import (
 from support.scorers import Given, shuffled
 
 from pyllama_kvflash import KVFlash, Paged, Reselect, Sampling
-from pyllama_kvflash.cli.needles import answer_all, positions
+from pyllama_kvflash.cli.needles import positions
 from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.policy import Schedule
@@ -57,7 +57,7 @@ def short() -> NeedlePrompt:
 def recall(document: NeedlePrompt, **options: Any) -> list[bool]:
     """Which codes are told right, with a pool of a quarter of the text."""
     with KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, "n_batch": 0, "n_ctx": 4224, **options}) as kv:
-        return answer_all(kv, document, lambda _: None).found(document.needles)
+        return needles.answers(kv, document).found(document.needles)
 
 
 @pytest.mark.nightly(SCORING)
@@ -86,7 +86,7 @@ def test_controls_find_what_lies_in_their_window_and_by_chance(document: NeedleP
     """The pool that forgets, and scores that mean nothing: it is the scores that find the codes."""
     with KVFlash.from_file(BUNDLED_MODEL, **{**SMALL, "n_ctx": 4224, "policy": "lru"}) as kv:
         spans = positions(kv, document)
-        found = answer_all(kv, document, lambda _: None).found(document.needles)
+        found = needles.answers(kv, document).found(document.needles)
         end = kv.n_tokens
     seen = [start < 64 or stop > end - 1024 for start, stop in spans]
     assert not any(f and not s for f, s in zip(found, seen, strict=True))

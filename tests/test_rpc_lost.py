@@ -24,11 +24,12 @@ from support.rpc import HOST, SECONDS, Servers, accepts, closed_port, skip_witho
 from pyllama_kvflash import KVFlash, native
 from pyllama_kvflash.errors import DeviceLostError, KVFlashError
 from pyllama_kvflash.events import Done, Token
-from pyllama_kvflash.loading.planning import needs
+from pyllama_kvflash.loading.planning import planned
 from pyllama_kvflash.native import Sampling
 from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.options import Options
-from pyllama_kvflash.policy.sizing import LEAST_PANES, RESERVE, DeviceMemory, n_panes
+from pyllama_kvflash.policy.device import RESERVE, DeviceBytes
+from pyllama_kvflash.policy.sizing import LEAST_PANES, n_panes
 
 pytestmark = pytest.mark.native
 
@@ -71,7 +72,7 @@ def test_two_servers(servers: Servers, tmp_path: Path) -> None:
 
 def check_planned(kv: KVFlash, options: dict[str, Any]) -> None:
     """What is planned without weights is what is taken: batches follow each other on several devices, so some have buffers at a time."""
-    found, _ = needs(BUNDLED_MODEL, Options(**options))
+    found = planned(BUNDLED_MODEL, Options(**options)).memory
     assert sum(need.buffers for need in found) == kv.stats().compute_bytes
     assert sum(need.kv + need.panes for need in found) == kv.stats().kv_device_bytes + kv.stats().pane_bytes
 
@@ -123,7 +124,7 @@ def answer(kv: KVFlash) -> list[int]:
 @pytest.mark.parametrize(("free", "panes"), [(2**30, 28), (RESERVE + 2**20, 14), (0, LEAST_PANES)])
 def test_servers_keep_the_layers_that_fit(pool: int | str, free: int, panes: int) -> None:
     """What is streamed goes through the network with each batch, whoever names a pool."""
-    memory = [DeviceMemory("RPC0", free, 1024, remote=True)]
+    memory = [DeviceBytes("RPC0", gpu=True, free=free, token_bytes=1024, remote=True)]
     assert n_panes(0, pool, memory, 1024, 28) == panes
     assert n_panes(3, pool, memory, 1024, 28) == 3
 

@@ -116,21 +116,6 @@ def test_an_empty_file_beside_a_question_is_a_warning(tmp_path: Path) -> None:
     assert f"warning: {tmp_path / 'none.txt'} is empty: the prompt is the text of -p alone" in res.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (b"", "the prompt is empty: give at least one character"),
-        (b"%PDF-1.7\n\xff", "give its text, as pdftotext makes it"),
-    ],
-)
-def test_what_cannot_be_a_prompt_is_refused_before_the_model_is_loaded(tmp_path: Path, text: bytes, says: str) -> None:
-    (tmp_path / "prompt").write_bytes(text)
-    res = run(BUNDLED_MODEL, "-f", tmp_path / "prompt")
-    assert res.exit_code == 2
-    (line,) = res.stderr.splitlines()
-    assert says in line
-
-
 def test_a_text_that_took_long_to_read_is_kept(document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another question about it begins where it ends; unless that is turned off, or there is no pool."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

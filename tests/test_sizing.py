@@ -11,6 +11,7 @@ from support.properties import CHECK
 
 from pyllama_kvflash.policy import Geometry, Ledger, PoolSize, auto_pool, bring_in, make_room
 from pyllama_kvflash.policy import resolve_pool as resolve
+from pyllama_kvflash.policy.device import RESERVE, DeviceBytes
 from pyllama_kvflash.policy.sizing import (
     AUTO_CAP,
     AUTO_FULL,
@@ -19,15 +20,17 @@ from pyllama_kvflash.policy.sizing import (
     HOST_CAP,
     HOST_FULL,
     LEAST_PANES,
-    RESERVE,
     SPARE_BLOCKS,
-    DeviceMemory,
     PoolShape,
     n_panes,
     pinned_chunks,
 )
 
 KIB = 1024
+
+
+def device(free: int, token_bytes: int = KIB, name: str = "GPU", *, gpu: bool = True, codes: int = 0) -> DeviceBytes:
+    return DeviceBytes(name, gpu, free=free, token_bytes=token_bytes, coarse=codes)
 
 
 def pool_floor(chunk: int, n_batch: int, n_sinks: int, n_tail: int, n_pinned: int = 0, n_seq: int = 1) -> int:
@@ -133,7 +136,7 @@ def test_the_usual_batch_is_one_that_the_pool_holds(
 
 
 def auto(free: int, n_ctx: int, cap: int = AUTO_CAP) -> int:
-    return auto_pool([DeviceMemory("CPU", free, KIB)], n_ctx, cap)[0]
+    return auto_pool([device(free)], n_ctx, cap)[0]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_auto_is_half_of_what_is_free_beyond_the_reserve(free: int, tokens: int)
 
 
 def test_auto_says_how_it_came_to_its_number() -> None:
-    tokens, note = auto_pool([DeviceMemory("CPU", RESERVE + (3 << 20), 1536)], 32_768)
+    tokens, note = auto_pool([device(RESERVE + (3 << 20), 1536, "CPU")], 32_768)
     assert tokens == 1024
     assert note == (
         "auto: half of (515 MiB free on CPU - 512 MiB reserve) / 1.50 KiB a token = 1,024 tokens,"
@@ -167,12 +170,12 @@ def test_auto_says_how_it_came_to_its_number() -> None:
 def test_auto_keeps_free_what_codes_take() -> None:
     """On each device its own; one that holds less beside it is the tightest."""
     free = RESERVE + (64 << 20) + (3 << 20)
-    tokens, note = auto_pool([DeviceMemory("CUDA0", free, 1536, codes=64 << 20), DeviceMemory("b", free, 1536)], 32_768)
+    tokens, note = auto_pool([device(free, 1536, "CUDA0", codes=64 << 20), device(free, 1536)], 32_768)
     assert tokens == 1024
     assert note.startswith(
         "auto: half of (579 MiB free on CUDA0, the tightest of 2 devices - 512 MiB reserve - 64 MiB for codes) / 1.50"
     )
-    assert auto_pool([DeviceMemory("CUDA0", free, 1536, codes=free)], 32_768)[0] == 0
+    assert auto_pool([device(free, 1536, codes=free)], 32_768)[0] == 0
 
 
 GIB = 1 << 30
@@ -180,33 +183,33 @@ GIB = 1 << 30
 
 frees = st.integers(0, RESERVE + (1 << 26))
 sizes = st.integers(1, 1 << 16)
-memories = st.lists(st.builds(DeviceMemory, st.just("GPU"), frees, sizes), min_size=1, max_size=5)
+memories = st.lists(st.builds(device, frees, sizes), min_size=1, max_size=5)
 
 
 @given(memory=memories, n_ctx=st.integers(1, 1 << 18), cap=st.integers(1, 1 << 18))
 @CHECK
-def test_auto_fits_every_device(memory: list[DeviceMemory], n_ctx: int, cap: int) -> None:
+def test_auto_fits_every_device(memory: list[DeviceBytes], n_ctx: int, cap: int) -> None:
     tokens, _ = auto_pool(memory, n_ctx, cap)
-    assert tokens == min(auto_pool([device], n_ctx, cap)[0] for device in memory)
+    assert tokens == min(auto_pool([each], n_ctx, cap)[0] for each in memory)
     assert 0 <= tokens <= cap
     assert tokens < n_ctx + CELLS
-    for device in memory:
-        assert tokens == 0 or RESERVE + 2 * tokens * device.token_bytes <= device.free
+    for each in memory:
+        assert tokens == 0 or RESERVE + 2 * tokens * each.token_bytes <= each.free
 
 
 @given(memory=memories, n_ctx=st.integers(1, 1 << 18))
 @CHECK
-def test_the_note_adds_up(memory: list[DeviceMemory], n_ctx: int) -> None:
+def test_the_note_adds_up(memory: list[DeviceBytes], n_ctx: int) -> None:
     """Whoever follows its arithmetic, by the figures it shows, comes to its number."""
     tokens, note = auto_pool(memory, n_ctx, cap=4096)
     free, reserve, kib, quotient, cap, context, result = map(
         float, re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?= |:|$)", plain(note))
     )
-    device = min(memory, key=lambda r: r.tokens)
+    least = min(memory, key=lambda r: r.tokens)
     assert (reserve, cap, context, result) == (512, 4096, n_ctx, tokens)
-    assert abs(free * 2**20 - device.free) <= 2**19
-    assert abs(kib * 1024 - device.token_bytes) <= 6
-    assert quotient == device.tokens == max(0, device.free - RESERVE) // 2 // device.token_bytes
+    assert abs(free * 2**20 - least.free) <= 2**19
+    assert abs(kib * 1024 - least.token_bytes) <= 6
+    assert quotient == least.tokens == max(0, least.free - RESERVE) // 2 // least.token_bytes
     assert tokens == min(quotient // 256 * 256, 4096, math.ceil(n_ctx / 256) * 256)
 
 
@@ -219,7 +222,7 @@ def test_a_device_without_kv_does_not_count() -> None:
     """Of three devices the second has no memory left, and no layers either."""
     free = [GIB, 0, RESERVE + 2 * 1024 * 2 * KIB]
     geometry = Geometry(((256, 256), (256, 256), (256, 256), (256, 256)), (0, 2, 2, 0))
-    devices = [DeviceMemory(f"GPU{i}", free[i], n) for i, n in geometry.by_device(lambda _, n: 2 * n, 1, 1).items()]
+    devices = [device(free[i], n, f"GPU{i}") for i, n in geometry.by_device(lambda _, n: 2 * n, 1, 1).items()]
     tokens, note = auto_pool(devices, 1 << 20)
     assert tokens == 1024
     assert "on GPU2, the tightest of 2 devices" in note
@@ -233,7 +236,7 @@ def test_a_device_without_kv_does_not_count() -> None:
 def pool(
     request: int | str, *, n_ctx: int = 1 << 20, floor: int = FLOOR, free: int = PLENTY, cap: int | None = None
 ) -> PoolSize:
-    return resolve(request, n_ctx=n_ctx, floor=floor, memory=[DeviceMemory("CPU", free, KIB)], cap=cap)
+    return resolve(request, n_ctx=n_ctx, floor=floor, memory=[device(free)], cap=cap)
 
 
 def test_off_is_the_full_cache_without_a_word() -> None:
@@ -308,7 +311,7 @@ def test_auto_on_the_host_is_the_full_cache_where_it_is_small(n_ctx: int) -> Non
     """A larger one would be taken at once, where a pool's records grow with the text. Snapshots need a pool."""
     small = n_ctx * KIB <= HOST_FULL
     for free, full in ((RESERVE + n_ctx * KIB, small), (RESERVE + n_ctx * KIB - 1, False)):
-        memory = [DeviceMemory("CPU", free, KIB, host=True)]
+        memory = [device(free, gpu=False)]
         size = resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory)
         assert (size.n_pool is None) == full
         assert ("`pool` 4096" in size.notes[0]) == (full and n_ctx > HOST_CAP)
@@ -317,7 +320,7 @@ def test_auto_on_the_host_is_the_full_cache_where_it_is_small(n_ctx: int) -> Non
         kept = resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=memory, keep=True)
         assert kept.n_pool is not None
         assert ("MiB of RAM; a prefix cache and snapshots need a pool, so one is taken" in kept.notes[0]) == full
-    spread = [DeviceMemory("CPU", PLENTY, KIB, host=True), DeviceMemory("GPU", PLENTY, KIB)]
+    spread = [device(PLENTY, gpu=False), device(PLENTY)]
     assert (resolve("auto", n_ctx=n_ctx, floor=FLOOR, memory=spread).n_pool is None) == (n_ctx <= AUTO_FULL)
 
 
@@ -349,7 +352,7 @@ def test_a_number_is_taken_whatever_auto_would_choose() -> None:
 )
 @CHECK
 def test_outcome_is_always_a_pool_that_works(
-    request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, memory: list[DeviceMemory], cap: int
+    request_: int | str, n_ctx: int, n_batch: int, n_pinned: int, memory: list[DeviceBytes], cap: int
 ) -> None:
     """At least the floor, at least what was asked for, whole steps of 256, less than the context; or no pool."""
     floor = pool_floor(64, n_batch, 1, 4, n_pinned)
@@ -412,7 +415,7 @@ WITH_RECORDS = RESERVE + 4 * N_CTX * KIB
 @pytest.mark.parametrize("request_", [1, 2, 3, 28, 99])
 @pytest.mark.parametrize("free", [0, PLENTY])
 def test_panes_that_are_asked_for(request_: int, pool: int | str, free: int) -> None:
-    assert n_panes(request_, pool, [DeviceMemory("GPU", free, KIB)], N_CTX, N_LAYER) == request_
+    assert n_panes(request_, pool, [device(free)], N_CTX, N_LAYER) == request_
 
 
 @pytest.mark.parametrize(
@@ -433,7 +436,7 @@ def test_panes_that_are_asked_for(request_: int, pool: int | str, free: int) -> 
     ],
 )
 def test_panes_that_are_not_asked_for(pool: int | str, memory: list[tuple[int, bool]], panes: int) -> None:
-    devices = [DeviceMemory("a device", free, KIB, host=host) for free, host in memory]
+    devices = [device(free, gpu=not host) for free, host in memory]
     assert n_panes(0, pool, devices, N_CTX, N_LAYER) == panes
 
 
@@ -441,28 +444,28 @@ def test_panes_that_are_not_asked_for(pool: int | str, memory: list[tuple[int, b
     ("n_pool", "codes", "panes"), [(0, 0, 28), (256, 0, 21), (256, 128, 17), (900, 0, 3), (1024, 0, 2)]
 )
 def test_pool_codes_and_panes_take_no_more_than_the_full_cache(n_pool: int, codes: int, panes: int) -> None:
-    memory = [DeviceMemory("GPU", PLENTY, KIB, codes=codes * KIB)]
+    memory = [device(PLENTY, codes=codes * KIB)]
     assert n_panes(0, "auto", memory, N_CTX, N_LAYER, n_pool=n_pool) == panes
     assert n_panes(0, "auto", memory, N_CTX, N_LAYER, n_pool=n_pool, lossless=True) == N_LAYER
     if codes:  # buffers count as much
-        plain = [DeviceMemory("GPU", PLENTY, KIB)]
+        plain = [device(PLENTY)]
         assert n_panes(0, "auto", plain, N_CTX, N_LAYER, n_pool=n_pool, buffers=codes * KIB) == panes
 
 
 def test_panes_leave_room_for_codes() -> None:
     for free, panes in ((ENOUGH + 100, N_LAYER - 1), (ENOUGH + 98, LEAST_PANES)):
-        assert n_panes(0, "auto", [DeviceMemory("GPU", free, KIB, codes=100)], N_CTX, N_LAYER) == panes
+        assert n_panes(0, "auto", [device(free, codes=100)], N_CTX, N_LAYER) == panes
 
 
 def test_a_model_of_one_layer_may_have_two_panes() -> None:
     """There are no more panes than layers, whatever the number says."""
-    assert n_panes(0, "auto", [DeviceMemory("GPU", PLENTY, KIB)], N_CTX, 1) == LEAST_PANES
+    assert n_panes(0, "auto", [device(PLENTY)], N_CTX, 1) == LEAST_PANES
 
 
 def test_lossless_decoding_on_a_cpu_streams_nothing() -> None:
     """The host has the rows anyway; unless they do not fit twice, or a device has some."""
-    host, little = DeviceMemory("CPU", PLENTY, KIB, host=True), DeviceMemory("CPU", 1 << 20, KIB, host=True)
-    gpu = DeviceMemory("GPU", PLENTY, KIB)
+    host, little = device(PLENTY, gpu=False), device(1 << 20, gpu=False)
+    gpu = device(PLENTY)
     for memory, n in (([host], N_LAYER), ([little], LEAST_PANES), ([host, gpu], LEAST_PANES), ([gpu], LEAST_PANES)):
         assert n_panes(0, 1024, memory, N_CTX, N_LAYER, lossless=True) == n
         assert n_panes(0, 1024, memory, N_CTX, N_LAYER) == LEAST_PANES
@@ -482,10 +485,10 @@ def test_lossless_decoding_on_a_cpu_streams_nothing() -> None:
 )
 def test_lossless_decoding_keeps_the_layers_that_fit(pool: int | str, free: int, panes: int) -> None:
     """Each layer that is not streamed makes a check faster; a prompt gains nothing by some of them."""
-    memory = [DeviceMemory("GPU", free, KIB)]
+    memory = [device(free)]
     assert n_panes(0, pool, memory, N_CTX, N_LAYER, lossless=True) == panes
     assert n_panes(0, pool, memory, N_CTX, N_LAYER) == (panes if panes == N_LAYER else LEAST_PANES)
-    both = [*memory, DeviceMemory("another", PLENTY, KIB)]  # half of the layers are there
+    both = [*memory, device(PLENTY)]  # half of the layers are there
     assert n_panes(0, pool, both, N_CTX, N_LAYER, lossless=True) in (panes, max(LEAST_PANES, panes // 2))
 
 
@@ -501,11 +504,6 @@ def test_token_bytes_are_summed_over_the_layers() -> None:
     split = Geometry(geometry.rows, (3, -1, 3))  # -1: the host
     assert split.by_device(row_bytes, 1, 8) == {3: (2 * 1024 + 512) + 2 * 256, -1: 2 * 1024 + 512}
     assert split.token_bytes(row_bytes, 1, 8) == geometry.token_bytes(row_bytes, 1, 8)
-
-
-def test_every_layer_has_a_device() -> None:
-    with pytest.raises(ValueError, match="argument 2"):
-        Geometry(((64, 64), (64, 64)), (0,)).by_device(lambda _, n: n, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pyllama_kvflash.loading.load import load
 from pyllama_kvflash.native import NONE, Context, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Scores, View
-from pyllama_kvflash.policy.sizing import CELLS
+from pyllama_kvflash.policy.sizing import whole_cells
 from pyllama_kvflash.pool.host_memory import HostMemory, Record
 
 CHUNK = 64
@@ -99,7 +99,7 @@ class Paging:
     @property
     def n_pool(self) -> int:
         """The pool in tokens, rounded up to llama.cpp's steps."""
-        return -(-self.pool // CELLS) * CELLS
+        return whole_cells(self.pool)
 
     @property
     def n_block(self) -> int:

@@ -21,7 +21,7 @@ from kvflash_bench.tables import command, markdown, write_files
 from pyllama_kvflash.engine.engine import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.options import SPEC_KINDS, Options, Spec
-from pyllama_kvflash.policy.sizing import CELLS
+from pyllama_kvflash.policy.sizing import whole_cells
 
 PLAIN = "plain"
 
@@ -112,7 +112,7 @@ class SpecBench:
     @property
     def n_pool(self) -> int:
         """The pool in tokens, rounded up to whole steps."""
-        return -(-self.pool // CELLS) * CELLS
+        return whole_cells(self.pool)
 
     def cells(self) -> Iterator[Cell]:
         """Yield all cells, the full cache before the pool."""

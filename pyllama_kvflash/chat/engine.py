@@ -54,8 +54,16 @@ class ChatTemplate:
     The template is part of the model file, and not trusted: llama.cpp limits its time, its depth and its texts.
     """
 
-    def __init__(self, model: Model, source: str | None = None, *, seconds: float = TEMPLATE_SECONDS) -> None:
-        """source: a template in place of the model's own. seconds: that it may take, each time.
+    def __init__(
+        self,
+        model: Model,
+        source: str | None = None,
+        *,
+        seconds: float = TEMPLATE_SECONDS,
+        fix: str = "give another one as `template`",
+    ) -> None:
+        """source: a template in place of the model's own. seconds: that it may take, each time. fix: what to do about one that cannot be
+        read.
 
         Raises UsageError if llama.cpp cannot read it.
         """
@@ -66,9 +74,7 @@ class ChatTemplate:
         try:
             self._calls = Calls(ChatEngine(model, source if given else PLAIN, seconds=seconds))
         except (UnsupportedError, UsageError) as err:
-            raise UsageError(
-                f"llama.cpp cannot read the chat template: {_reason(err)}: give another one as `template`"
-            ) from None
+            raise UsageError(f"llama.cpp cannot read the chat template: {_reason(err)}: {fix}") from None
 
     @property
     def caps(self) -> dict[str, bool]:

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.chat import TALK, Asked, converse
+from pyllama_kvflash.cli.chat import TALK, asked_of, converse
 from pyllama_kvflash.cli.fetch import located, named_model
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, reads
@@ -63,5 +63,5 @@ def ask(
         )
         raise UsageError(msg)
     reads("FILE", *files)
-    asked = Asked.of(options, files, reporter, questions)
+    asked = asked_of(options, files, reporter, questions)
     return converse(located(named, reporter), asked, options, reporter)

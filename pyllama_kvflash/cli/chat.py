@@ -1,8 +1,7 @@
 """`kvflash chat`: a conversation in a terminal."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Reads
 from pyllama_kvflash.cli.serve import TEMPLATE, read_template
 from pyllama_kvflash.cli.streams import check_stdout
-from pyllama_kvflash.cli.talk import COMMANDS, Talk, text_of
+from pyllama_kvflash.cli.talk import COMMANDS, Asked, Talk, text_of
 from pyllama_kvflash.cli.turns import File
 from pyllama_kvflash.engine.answer import check_max_tokens
 from pyllama_kvflash.engine.engine import KVFlash
@@ -56,7 +55,7 @@ TALK = params.options(
     PREFIX_CACHE,
     params.VERBOSITY,
 )
-"""Options of every conversation, which Asked.of() takes, with params.SYSTEM."""
+"""Options of every conversation, which asked_of() takes, with params.SYSTEM."""
 
 
 @click.command(cls=Command, help=HELP, short_help="Talk with a model.")
@@ -75,60 +74,39 @@ TALK = params.options(
 def chat(model_arg: str | None, model: str | None, *, quiet: bool | None, **options: Any) -> int:
     """Talk with a model in a terminal. Returns the exit code."""
     reporter = Reporter(quiet=quiet)
-    asked = Asked.of(options, options.pop("prompt_files"), reporter)
+    asked = asked_of(options, options.pop("prompt_files"), reporter)
     return converse(model_path(model_arg, model, reporter), asked, options, reporter)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A conversation that a command line asks for. lines: its messages; typed: by a person, whose next one takes a while;
-    asks_once: they are of the command line, and one without an answer is a failure.
+def asked_of(options: dict[str, Any], files: Sequence[str], reporter: Reporter, questions: Sequence[str] = ()) -> Asked:
+    """Take what is asked out of the options of a command, and read the files; the others are left as fields of Options.
+
+    questions: the messages, if they do not come from stdin. Raises UsageError.
     """
-
-    files: tuple[File, ...]
-    system: str | None
-    n_predict: int
-    sampling: native.Sampling
-    template: str | None
-    kept: Kept
-    lines: Iterator[str]
-    typed: bool
-    asks_once: bool
-
-    @classmethod
-    def of(
-        cls, options: dict[str, Any], files: Sequence[str], reporter: Reporter, questions: Sequence[str] = ()
-    ) -> "Asked":
-        """Take what is asked out of the options of a command, and read the files; the others are left as fields of Options.
-
-        questions: the messages, if they do not come from stdin. Raises UsageError.
-        """
-        n_predict, system = options.pop("n_predict"), options.pop("system")
-        check_max_tokens(n_predict, least=1)
-        check_given(system, "-sys/--system-prompt")
-        for question in questions:
-            check_given(question, "-p/--prompt")
-            if not question.strip():
-                msg = 'the question is empty: give one with -p "text"'
-                raise UsageError(msg)
-        if sys.stdin is None and not questions:
-            msg = "stdin is closed: there is nobody to talk with"
+    n_predict, system = options.pop("n_predict"), options.pop("system")
+    check_max_tokens(n_predict, least=1)
+    check_given(system, "-sys/--system-prompt")
+    for question in questions:
+        check_given(question, "-p/--prompt")
+        if not question.strip():
+            msg = 'the question is empty: give one with -p "text"'
             raise UsageError(msg)
-        check_stdout()
-        kept = Kept(options.pop("prefix_cache"), params.cache_size(), reporter)
-        texts = tuple(File(file, text_of(file), stays=True) for file in files)
-        sampling = params.sampling(options, None)
-        options["spec"] = params.spec(options)
-        source = read_template(options.pop("template_file"))
-        resolved = params.resolve(options)
-        options.clear()
-        options.update(resolved)
-        if options["pool"] != "off":
-            options["snapshots"] = kept.expect(sum(len(file.text) for file in texts), options["n_ctx"])
-        lines = iter(questions) if questions else messages(reporter)
-        return cls(
-            texts, system, n_predict, sampling, source, kept, lines, not questions and is_typed(), bool(questions)
-        )
+    if sys.stdin is None and not questions:
+        msg = "stdin is closed: there is nobody to talk with"
+        raise UsageError(msg)
+    check_stdout()
+    kept = Kept(options.pop("prefix_cache"), params.cache_size(), reporter)
+    texts = tuple(File(file, text_of(file), stays=True) for file in files)
+    sampling = params.sampling(options, None)
+    options["spec"] = params.spec(options)
+    source = read_template(options.pop("template_file"))
+    resolved = params.resolve(options)
+    options.clear()
+    options.update(resolved)
+    if options["pool"] != "off":
+        options["snapshots"] = kept.expect(sum(len(file.text) for file in texts), options["n_ctx"])
+    lines = iter(questions) if questions else messages(reporter)
+    return Asked(texts, system, n_predict, sampling, source, kept, lines, not questions and is_typed(), bool(questions))
 
 
 def converse(path: Path, asked: Asked, options: dict[str, Any], reporter: Reporter) -> int:
@@ -142,19 +120,8 @@ def converse(path: Path, asked: Asked, options: dict[str, Any], reporter: Report
     with kv:
         template = ChatTemplate(kv.model, asked.template)
         reporter.opened(kv, template.warning)
-        talk = Talk(
-            kv,
-            template,
-            asked.sampling,
-            asked.n_predict,
-            asked.system,
-            reporter,
-            asked.kept,
-            typed=asked.typed,
-            hints=not asked.asks_once,
-        )
-        talk.add(*asked.files)
-        code = talk.run(asked.lines)
+        talk = Talk(kv, template, asked, reporter)
+        code = talk.run()
     if asked.asks_once:
         return talk.code
     return 0 if asked.typed else code

@@ -163,46 +163,42 @@ def _more(n: int, what: str) -> str:
 
 def stats_table(s: Stats) -> Table:
     """Return all of Stats as a table, for `--stats`."""
+
+    def size(n: int) -> str:
+        return f"{n:,} bytes ({mib(n)})"
+
+    prompt = f"{counted(s.n_prompt, 'token')} in {s.prefill_s:.2f} s = {s.prefill_rate:,.1f} tok/s"
+    after = f"{counted(s.n_generated, 'token')}, {s.decode_s:.2f} s after the first = {s.decode_rate:,.1f} tok/s"
+    steps = s.draft_steps + s.plain_steps
+    right = f"{s.accepted:,} of {s.drafted:,} tokens right ({100 * s.acceptance:.1f} %)"
+    gated = f"{100 * s.gated_steps / max(1, steps):.1f} % of {steps:,} steps gated"
+    same = f"{s.agreed:,} of {s.checked:,} tokens checked are the full cache's ({100 * (s.agreement or 0):.1f} %)"
+    rows = {
+        "prompt": prompt,
+        "generated": after,
+        "context": f"{s.n_ctx:,} tokens",
+        "pool": "none (full cache)" if s.n_pool is None else f"{s.n_pool:,} tokens",
+        "device KV": size(s.kv_device_bytes),
+        "exact pass": f"{size(s.pane_bytes)} of KV" if s.pane_bytes else "none",
+        "computation": size(s.compute_bytes),
+        "full cache": size(s.kv_full_bytes),
+        "SWA, recurrent": size(s.other_device_bytes),
+        "host records": size(s.host_bytes),
+        "disk records": size(s.disk_bytes),
+        "checkpoints": s.checkpoint_bytes and size(s.checkpoint_bytes),
+        "chunks": f"{s.chunks:,}, {s.resident:,} resident",
+        "pages": f"{s.stored:,} stored, {s.pages_out:,} dropped, {s.pages_in:,} brought back",
+        "reselects": f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries",
+        "memory": f"up to {s.gpu_bytes:,} bytes of GPUs, {s.peak_bytes:,} bytes of RAM at the peak ({mib(s.peak_bytes)})",
+        "codes": s.coarse_bytes and f"{size(s.coarse_bytes)}, of {counted(s.coarse_tokens, 'token')}",
+        "guests": s.guest_blocks
+        and f"{s.guest_blocks:,} blocks; layers fetched {s.guests_fetched:,} guests of {UNIT} tokens",
+        "drafts": steps and f"{right}, {s.mean_committed:.2f} tokens a drafted step, {gated}",
+        "meter": s.checked and f"{same}, KLD {s.kld:.4f}, in {s.check_s:.2f} s",
+        "seed": "greedy" if s.seed is None else str(s.seed),
+    }
     table = Table(show_header=False, box=None, pad_edge=False)
-    rows = [
-        ("prompt", f"{counted(s.n_prompt, 'token')} in {s.prefill_s:.2f} s = {s.prefill_rate:,.1f} tok/s"),
-        (
-            "generated",
-            f"{counted(s.n_generated, 'token')}, {s.decode_s:.2f} s after the first = {s.decode_rate:,.1f} tok/s",
-        ),
-        ("context", f"{s.n_ctx:,} tokens"),
-        ("pool", "none (full cache)" if s.n_pool is None else f"{s.n_pool:,} tokens"),
-        ("device KV", f"{s.kv_device_bytes:,} bytes ({mib(s.kv_device_bytes)})"),
-        ("exact pass", f"{s.pane_bytes:,} bytes ({mib(s.pane_bytes)}) of KV" if s.pane_bytes else "none"),
-        ("computation", f"{s.compute_bytes:,} bytes ({mib(s.compute_bytes)})"),
-        ("full cache", f"{s.kv_full_bytes:,} bytes ({mib(s.kv_full_bytes)})"),
-        ("SWA, recurrent", f"{s.other_device_bytes:,} bytes ({mib(s.other_device_bytes)})"),
-        ("host records", f"{s.host_bytes:,} bytes ({mib(s.host_bytes)})"),
-        ("disk records", f"{s.disk_bytes:,} bytes ({mib(s.disk_bytes)})"),
-        *([("checkpoints", f"{s.checkpoint_bytes:,} bytes ({mib(s.checkpoint_bytes)})")] if s.checkpoint_bytes else []),
-        ("chunks", f"{s.chunks:,}, {s.resident:,} resident"),
-        ("pages", f"{s.stored:,} stored, {s.pages_out:,} dropped, {s.pages_in:,} brought back"),
-        ("reselects", f"{s.reselects:,} in {s.reselect_s:.3f} s, {mib(s.summary_bytes)} of key summaries"),
-        (
-            "memory",
-            f"up to {s.gpu_bytes:,} bytes of GPUs, {s.peak_bytes:,} bytes of RAM at the peak ({mib(s.peak_bytes)})",
-        ),
-        ("seed", "greedy" if s.seed is None else str(s.seed)),
-    ]
-    if s.coarse_bytes:
-        rows.insert(
-            -1, ("codes", f"{s.coarse_bytes:,} bytes ({mib(s.coarse_bytes)}), of {counted(s.coarse_tokens, 'token')}")
-        )
-    if s.guest_blocks:
-        guests = f"{s.guest_blocks:,} blocks; layers fetched {s.guests_fetched:,} guests of {UNIT} tokens"
-        rows.insert(-1, ("guests", guests))
-    if n := s.draft_steps + s.plain_steps:
-        right = f"{s.accepted:,} of {s.drafted:,} tokens right ({100 * s.acceptance:.1f} %)"
-        steps = f"{s.mean_committed:.2f} tokens a drafted step, {100 * s.gated_steps / n:.1f} % of {n:,} steps gated"
-        rows.insert(-1, ("drafts", f"{right}, {steps}"))
-    if s.agreement is not None:
-        same = f"{s.agreed:,} of {s.checked:,} tokens checked are the full cache's ({100 * s.agreement:.1f} %)"
-        rows.insert(-1, ("meter", f"{same}, KLD {s.kld:.4f}, in {s.check_s:.2f} s"))
-    for name, value in rows:
-        table.add_row(name, value)
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, str(value))
     return table

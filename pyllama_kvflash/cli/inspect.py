@@ -1,7 +1,7 @@
 """`kvflash inspect`: show what of a model can be pooled, and what it costs."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -17,17 +17,15 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.errors import counted
 from pyllama_kvflash.gguf_header import read_parts
-from pyllama_kvflash.loading.load import Probe, check_file
+from pyllama_kvflash.loading.load import check_file
 from pyllama_kvflash.loading.load_plan import pool_size
 from pyllama_kvflash.loading.memory import coarse_bytes, device_memory
-from pyllama_kvflash.loading.need import Need
 from pyllama_kvflash.loading.panes import exact_bytes
 from pyllama_kvflash.loading.planning import Look, Planned, look
-from pyllama_kvflash.native import CACHE_TYPES, Model, row_bytes
+from pyllama_kvflash.native import CACHE_TYPES, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import PoolSize
 from pyllama_kvflash.policy.coarse import CoarseForm
-from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.text import printable
 
 HELP = """Show a model's architecture, memory class, pooled layers and bytes per token, and what a run with these options
@@ -41,30 +39,6 @@ takes for itself (some 660 MiB with CUDA) comes on top.
   kvflash inspect model.gguf -c 256K --kvflash 4K -ctk q8_0 -ctv q8_0 -ub 2048
   kvflash inspect model.gguf -c 256K --kvflash off --json
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The facts about a model."""
-
-    model: Model
-    n_files: int
-    n_ctx: int
-    probe: Probe
-    token_bytes: dict[str, int]  # by cache type
-    devices: list[DeviceMemory]  # the devices that hold the f16 cache
-    auto: PoolSize
-    pane_bytes: int  # of an exact pass over the context, f16
-    exact_compute_bytes: int
-    needs: tuple[Need, ...]  # of the devices that hold anything
-    coarse: str  # codes that a pool has with these options
-    coarse_bytes: int  # of a context's codes
-    n_pool: int | None  # what the options come to; None: the full cache
-
-    @property
-    def auto_note(self) -> str:
-        """What `auto` takes, and why."""
-        return "; ".join((*self.auto.notes, *self.auto.warnings))
 
 
 @click.command(cls=Command, help=HELP, short_help="Show what of a model can be pooled, and what it costs.")
@@ -81,40 +55,56 @@ def inspect(model_arg: str | None, model: str | None, *, as_json: bool, **values
     with look(path, options) as looked:
         found = _find(looked)
         if as_json:
-            click.echo(json.dumps(_as_dict(found), ensure_ascii=False))
+            memory = [need.as_dict() for need in found["memory"]]
+            click.echo(json.dumps({**found, "memory": memory}, ensure_ascii=False))
         else:
-            Console(highlight=False).print(_table(found))
+            Console(highlight=False).print(_table(found, looked.seen.uncoded))
 
 
-def _find(looked: Look) -> Findings:
+_HOLDS = ("name", "gpu", "remote", "free", "token_bytes", "coarse")
+"""What is said of a device that holds KV."""
+
+
+def _find(looked: Look) -> dict[str, Any]:
+    """Return the facts about a model, by their names in JSON. memory: the devices that hold anything, as DeviceBytes."""
     model, seen = looked.model, looked.seen
     taken = Planned((), PoolSize(None), looked.options) if seen.memory_class == "none" else looked.planned()
     options, coded = taken.options, _coded(looked, taken.options)
-    sizes = {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()}
     automatic = (
         replace(coded, pool="auto")
         if seen.uncoded is None
         else replace(options, pool="auto", coarse="off", policy="qk")
     )
-    found = device_memory(seen.geometry, automatic)
-    auto = pool_size(automatic, found) if found else PoolSize(None, ("nothing to pool",))
+    devices = device_memory(seen.geometry, automatic)
+    auto = pool_size(automatic, devices) if devices else PoolSize(None, ("nothing to pool",))
     exact = exact_bytes(model, seen.geometry, options).values() if seen.refusal is None else ()
-    panes, compute = sum(size.panes for size in exact), sum(size.buffers for size in exact)
-    return Findings(
-        model=model,
-        n_files=len(read_parts(model.path)),
-        n_ctx=options.n_ctx,
-        probe=seen,
-        token_bytes=sizes,
-        devices=found,
-        auto=auto,
-        pane_bytes=panes,
-        exact_compute_bytes=compute,
-        needs=taken.needs,
-        coarse="off" if seen.uncoded else coded.coarse,
-        coarse_bytes=0 if seen.uncoded else sum(coarse_bytes(seen.geometry, coded, taken.size.n_pool).values()),
-        n_pool=taken.size.n_pool,
-    )
+    return {
+        "model": printable(model.path),
+        "fingerprint": f"{model.fingerprint:016x}",
+        "n_files": len(read_parts(model.path)),
+        "architecture": model.meta("general.architecture"),
+        "description": model.description,
+        "n_params": model.n_params,
+        "n_bytes": model.n_bytes,
+        "n_ctx": options.n_ctx,
+        "n_ctx_train": model.n_ctx_train,
+        "memory_class": seen.memory_class,
+        "poolable": seen.refusal is None,
+        "refusal": seen.refusal,
+        "n_layer": model.n_layer,
+        "pooled_layers": seen.layers,
+        "n_swa": model.n_swa,
+        "token_bytes": {name: seen.geometry.token_bytes(row_bytes, t, t) for name, t in CACHE_TYPES.items()},
+        "devices": [{name: getattr(device, name) for name in _HOLDS} for device in devices],
+        "auto_pool": auto.n_pool if seen.refusal is None else None,
+        "auto_note": "; ".join((*auto.notes, *auto.warnings)),
+        "pane_bytes": sum(size.panes for size in exact),
+        "exact_compute_bytes": sum(size.buffers for size in exact),
+        "coarse": "off" if seen.uncoded else coded.coarse,
+        "coarse_bytes": 0 if seen.uncoded else sum(coarse_bytes(seen.geometry, coded, taken.size.n_pool).values()),
+        "n_pool": taken.size.n_pool,
+        "memory": taken.memory,
+    }
 
 
 def _coded(looked: Look, options: Options) -> Options:
@@ -132,71 +122,38 @@ def _ranges(numbers: tuple[int, ...]) -> str:
     return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
 
 
-def _table(f: Findings) -> Table:
+def _table(f: dict[str, Any], uncoded: str | None) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
-    n = len(f.probe.layers)
+    n, n_ctx = len(f["pooled_layers"]), f["n_ctx"]
     rows = [
-        ("model", printable(f.model.path)),
-        ("fingerprint", f"{f.model.fingerprint:016x}, of {counted(f.n_files, 'file')}"),
-        ("architecture", f"{f.model.meta('general.architecture')}: {f.model.description}"),
-        ("parameters", f"{f.model.n_params:,} in {mib(f.model.n_bytes)}"),
-        ("context", f"{f.n_ctx:,} tokens (trained: {f.model.n_ctx_train:,})"),
-        ("memory", f.probe.memory_class),
-        ("pool", "yes" if f.probe.refusal is None else f"no: {f.probe.refusal}"),
-        ("pooled layers", f"{n} of {f.model.n_layer}: {_ranges(f.probe.layers)}" if n else "none"),
-        ("sliding window", f"{f.model.n_swa:,} tokens, not pooled" if f.model.n_swa else "none"),
+        ("model", f["model"]),
+        ("fingerprint", f"{f['fingerprint']}, of {counted(f['n_files'], 'file')}"),
+        ("architecture", f"{f['architecture']}: {f['description']}"),
+        ("parameters", f"{f['n_params']:,} in {mib(f['n_bytes'])}"),
+        ("context", f"{n_ctx:,} tokens (trained: {f['n_ctx_train']:,})"),
+        ("memory", f["memory_class"]),
+        ("pool", "yes" if f["poolable"] else f"no: {f['refusal']}"),
+        ("pooled layers", f"{n} of {f['n_layer']}: {_ranges(f['pooled_layers'])}" if n else "none"),
+        ("sliding window", f"{f['n_swa']:,} tokens, not pooled" if f["n_swa"] else "none"),
     ]
-    for name, size in f.token_bytes.items():
-        rows.append((f"{name} cache", f"{size:,} bytes a token, {mib(size * f.n_ctx)} for the context"))
-    if len(f.devices) > 1:
-        for device in f.devices:
-            share = f"{device.token_bytes:,} of the f16 cache's bytes a token, {mib(device.free)} free"
-            rows.append((f"KV on {device.name}", share))
-    if f.probe.refusal is None:
-        rows.append(("auto pool", spelled(f.auto_note)))
-        rows.append(
-            ("exact pass", f"{mib(f.pane_bytes)} of KV, {mib(f.exact_compute_bytes)} of buffers for the context")
-        )
-        rows.append(("codes", _codes(f)))
-    what = "the full cache" if f.n_pool is None else f"a pool of {f.n_pool:,}"
-    rows += [(f"{place_name(need)}, with {what}", sum_line(need)) for need in f.needs]
+    for name, size in f["token_bytes"].items():
+        rows.append((f"{name} cache", f"{size:,} bytes a token, {mib(size * n_ctx)} for the context"))
+    if len(f["devices"]) > 1:
+        for device in f["devices"]:
+            share = f"{device['token_bytes']:,} of the f16 cache's bytes a token, {mib(device['free'])} free"
+            rows.append((f"KV on {device['name']}", share))
+    if f["poolable"]:
+        panes = f"{mib(f['pane_bytes'])} of KV, {mib(f['exact_compute_bytes'])} of buffers for the context"
+        rows += [("auto pool", spelled(f["auto_note"])), ("exact pass", panes), ("codes", _codes(f, uncoded))]
+    what = "the full cache" if f["n_pool"] is None else f"a pool of {f['n_pool']:,}"
+    rows += [(f"{place_name(need)}, with {what}", sum_line(need)) for need in f["memory"]]
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def _codes(f: Findings) -> str:
-    if (form := CoarseForm.of(f.coarse)) is None:
-        return f"none: {f.probe.uncoded or '`coarse` is off, or there is no memory for them'}"
-    share = 100 * f.coarse_bytes / (f.token_bytes["f16"] * f.n_ctx)
-    return f"{form}, {mib(f.coarse_bytes)} for the context ({share:.1f} % of its f16 cache)"
-
-
-def _as_dict(f: Findings) -> dict[str, Any]:
-    return {
-        "model": printable(f.model.path),
-        "fingerprint": f"{f.model.fingerprint:016x}",
-        "n_files": f.n_files,
-        "architecture": f.model.meta("general.architecture"),
-        "description": f.model.description,
-        "n_params": f.model.n_params,
-        "n_bytes": f.model.n_bytes,
-        "n_ctx": f.n_ctx,
-        "n_ctx_train": f.model.n_ctx_train,
-        "memory_class": f.probe.memory_class,
-        "poolable": f.probe.refusal is None,
-        "refusal": f.probe.refusal,
-        "n_layer": f.model.n_layer,
-        "pooled_layers": f.probe.layers,
-        "n_swa": f.model.n_swa,
-        "token_bytes": f.token_bytes,
-        "devices": [asdict(device) for device in f.devices],
-        "auto_pool": f.auto.n_pool if f.probe.refusal is None else None,
-        "auto_note": f.auto_note,
-        "pane_bytes": f.pane_bytes,
-        "exact_compute_bytes": f.exact_compute_bytes,
-        "coarse": f.coarse,
-        "coarse_bytes": f.coarse_bytes,
-        "n_pool": f.n_pool,
-        "memory": [{**asdict(need), "total": need.total} for need in f.needs],
-    }
+def _codes(f: dict[str, Any], uncoded: str | None) -> str:
+    if (form := CoarseForm.of(f["coarse"])) is None:
+        return f"none: {uncoded or '`coarse` is off, or there is no memory for them'}"
+    share = 100 * f["coarse_bytes"] / (f["token_bytes"]["f16"] * f["n_ctx"])
+    return f"{form}, {mib(f['coarse_bytes'])} for the context ({share:.1f} % of its f16 cache)"

@@ -2,21 +2,9 @@
 
 from collections.abc import Sequence
 
-from pyllama_kvflash.loading.need import Need
 from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy.device import PURPOSES, DeviceBytes
 
-_NAMES = {
-    "weights": "weights",
-    "kv": "KV",
-    "coarse": "codes",
-    "states": "states",
-    "panes": "layers of an exact pass",
-    "buffers": "buffers",
-    "drafter": "drafter",
-    "records": "records",
-    "checkpoints": "checkpoints",
-    "program": "program",
-}
 _NO_LIMIT = (
     "records go to disk (`disk`) only once no RAM is left: give a limit of those in RAM, too (`host_limit` 256M, say)"
 )
@@ -34,24 +22,24 @@ def about(n: int) -> str:
     return f"{n / 2**20:.{int(n < 10 << 20)}f} MiB"
 
 
-def place_name(need: Need) -> str:
+def place_name(need: DeviceBytes) -> str:
     """Return what a device's memory is called: "RAM", or the GPU's name."""
     return need.name if need.gpu else "RAM"
 
 
-def sum_line(need: Need) -> str:
+def sum_line(need: DeviceBytes) -> str:
     """Return the sum of what a device holds: "912.3 MiB = 463.0 MiB weights + ..."."""
-    names = {**_NAMES, "program": "driver"} if need.gpu else _NAMES
+    names = PURPOSES | ({"program": "driver"} if need.gpu else {})
     terms = " + ".join(f"{mib(size)} {names[name]}" for name, size in need.parts.items())
     return f"{mib(need.total)} = {terms}"
 
 
-def held_in_ram(needs: Sequence[Need]) -> tuple[int, int]:
+def held_in_ram(needs: Sequence[DeviceBytes]) -> tuple[int, int]:
     """Return what a pool has without a GPU: bytes that it takes at once, and those that have come at the end of a context."""
     return sum(need.kv + need.panes for need in needs), sum(need.records + need.coarse for need in needs)
 
 
-def records_lines(options: Options, needs: Sequence[Need], full: int) -> list[str]:
+def records_lines(options: Options, needs: Sequence[DeviceBytes], full: int) -> list[str]:
     """Return what is to be said of where a pool's records are. needs: of a full context. full: bytes of the full cache."""
     if options.host_limit is not None and options.disk:
         return []
@@ -69,7 +57,7 @@ def records_lines(options: Options, needs: Sequence[Need], full: int) -> list[st
     return [said]
 
 
-def memory_line(needs: Sequence[Need]) -> str:
+def memory_line(needs: Sequence[DeviceBytes]) -> str:
     """Return the line that says all memory of a run, on every device."""
     line = "memory with a full context: " + "; ".join(f"{place_name(need)} up to {sum_line(need)}" for need in needs)
     loaded = sum(need.weights for need in needs if need.gpu)

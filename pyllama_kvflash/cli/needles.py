@@ -26,11 +26,6 @@ class Answers:
         return [needle.answer in answer for needle, answer in zip(needles, self.answers, strict=True)]
 
 
-def answer_all(kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None]) -> Answers:
-    """Read the text, and answer all questions."""
-    return ask_all(kv, prompt, read(kv, prompt, on_prefill))
-
-
 def read(kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None]) -> float:
     """Read the text. Returns the seconds that it took."""
     kv.clear()

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from pyllama_kvflash.cli import settings
-from pyllama_kvflash.cli.kinds import ByteSize, HostLayers, Layers, Policy, Servers, Split, TokenCount
+from pyllama_kvflash.cli.kinds import ALL_LAYERS, HOST_LAYERS, ByteSize, Policy, Servers, Split, TokenCount
 from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.roles import Declared, Harmless, Reads, TextOrFile, reads
 from pyllama_kvflash.errors import UsageError
@@ -72,7 +72,7 @@ def rope_flags(rope: Rope | None) -> list[str]:
 
 def cache_size() -> int:
     """Return the most bytes of a prefix cache: as the server's variable says, else the default."""
-    return int(ByteSize().convert(os.environ.get("KVFLASH_PREFIX_CACHE_SIZE") or CACHE_SIZE, None, None))
+    return ByteSize().read(os.environ.get("KVFLASH_PREFIX_CACHE_SIZE") or CACHE_SIZE)
 
 
 def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
@@ -240,14 +240,14 @@ COMPUTE = options(
                  " (--kvflash-coarse auto)."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, envvar=env("THREADS"),
                  help="CPU threads.  [default: all cores]"),
-    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=Layers(), default="all",
+    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=ALL_LAYERS, default="all",
                  show_default=True, envvar=env("N_GPU_LAYERS"),
                  help="Layers to offload to the GPU, with their KV; the KV of the other layers stays on the host."),
     click.option("-ts", "--tensor-split", "tensor_split", metavar="N0,N1,...", type=Split(), default="",
                  envvar=env("TENSOR_SPLIT"),
                  help="Each GPU's share of the layers and their KV: 3,1 gives the first GPU three quarters of them."
                  " Devices of --rpc come first.  [default: by their free memory]"),
-    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=HostLayers(), default=0,
+    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=HOST_LAYERS, default=0,
                  show_default=True, envvar=env("N_CPU_MOE"),
                  help="Keep the experts of the first N layers in host memory, or the feed-forward weights if the model has none. auto: as few"
                  " layers as leave room for the pool; if all of them and the full cache fit, no pool is used, unless --kvflash is a number."),

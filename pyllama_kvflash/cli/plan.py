@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from pyllama_kvflash.cli import kinds, params
 from pyllama_kvflash.cli.fetch import outlined
-from pyllama_kvflash.cli.memory import sum_line
+from pyllama_kvflash.cli.memory import about, sum_line
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command
 from pyllama_kvflash.errors import UsageError, number
@@ -127,12 +126,12 @@ def plan(
     if as_json:
         ways = [{**_as_dict(offer, n_ctx), "command": command(offer)} for offer in found]
         taken = None if choice is None else found.index(choice)
-        about = {"model": printable(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram}
-        click.echo(json.dumps({**about, "ways": ways, "best": taken}))
+        asked = {"model": printable(path), "n_ctx": n_ctx, "gpu": gpu, "ram": ram}
+        click.echo(json.dumps({**asked, "ways": ways, "best": taken}))
     else:
-        free = f", of which {_gib(headroom)} are for other programs (--headroom)" if memory and headroom else ""
-        card = f"a GPU with {_gib(memory or gpu)}{free}" if gpu else "no GPU"
-        _show(f"{name}, context {n_ctx:,}; {card}; {_gib(ram)} of RAM", found, choice, n_ctx)
+        free = f", of which {about(headroom)} are for other programs (--headroom)" if memory and headroom else ""
+        card = f"a GPU with {about(memory or gpu)}{free}" if gpu else "no GPU"
+        _show(f"{name}, context {n_ctx:,}; {card}; {about(ram)} of RAM", found, choice, n_ctx)
     if choice is None:
         raise UsageError(too_small(found))
     if not as_json:
@@ -190,8 +189,7 @@ def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> No
     for offer in found:
         row = (
             f"{'> ' if offer is choice else '  '}{label(offer)}",
-            _gib(offer.bytes_of(gpu=True), unit=""),
-            _gib(offer.bytes_of(gpu=False), unit=""),
+            *(f"{offer.bytes_of(gpu=gpu) / 2**30:.1f}" for gpu in (True, False)),
             _fits(offer, n_ctx),
             speed(offer, n_ctx),
             answers(offer, n_ctx),
@@ -257,7 +255,7 @@ def _why(choice: Offer, found: list[Offer], n_ctx: int) -> str:
         pool = "it answers faster than the full cache on a CPU, and keeps what it read"
         return f"taken: {pool if choice.n_pool else 'the full cache, for the pool of a long text would take more RAM'}"
     if choice.n_on_cpu:
-        weights = f"{_gib(choice.host_read)} of weights stay in RAM, of {choice.n_on_cpu} layers, which the CPU reads for each token"
+        weights = f"{about(choice.host_read)} of weights stay in RAM, of {choice.n_on_cpu} layers, which the CPU reads for each token"
         return f"taken: nothing that is worth running fits the GPU alone; {weights}"
     if choice.kind == "f16":
         return "taken: the full f16 cache fits"
@@ -294,7 +292,7 @@ def _as_dict(offer: Offer, n_ctx: int) -> dict[str, Any]:
         "ram_bytes": offer.bytes_of(gpu=False),
         "fits": not offer.lacking,
         "lacking": offer.lacking,
-        "needs": [asdict(need) for need in offer.needs],
+        "needs": [need.as_dict() for need in offer.needs],
         "speed": offer.speed(n_ctx),
         "layers_on_cpu": offer.n_on_cpu,
         "answers": answers(offer, n_ctx),
@@ -306,12 +304,8 @@ def too_small(found: list[Offer]) -> str:
     """Return the sentence for a machine on which no way fits."""
     least = min(usable(found), key=lambda offer: sum(offer.lacking.values()))
     weights = sum(need.weights for need in least.needs if need.gpu == least.on_gpu)
-    lacks = " and ".join(f"{where} lacks {_gib(n)}" for where, n in least.lacking.items())
+    lacks = " and ".join(f"{where} lacks {about(n)}" for where, n in least.lacking.items())
     return (
-        f"nothing that is worth running fits: for the nearest ({label(least)}), {lacks}, with {_gib(weights)} of"
+        f"nothing that is worth running fits: for the nearest ({label(least)}), {lacks}, with {about(weights)} of"
         f" weights{' on the GPU' if least.on_gpu else ''}; take a smaller quantisation or a shorter context (-c)"
     )
-
-
-def _gib(n: int, unit: str = " GiB") -> str:
-    return f"{n / 2**30:.1f}{unit}"

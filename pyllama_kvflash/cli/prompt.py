@@ -59,10 +59,7 @@ class Prompt:
         ):
             from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (slow)
 
-            try:
-                template = ChatTemplate(kv.model)
-            except UsageError as err:
-                raise UsageError(f"{err}, or add --no-chat-template") from None
+            template = ChatTemplate(kv.model, fix="add --no-chat-template, which completes the prompt as it is")
             if not self._appends:
                 return self._message(kv, template, reporter)
             if self._conversation or template.begins(kv.tokens):

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from pyllama_kvflash import native
 from pyllama_kvflash.cli import params
-from pyllama_kvflash.cli.chat import Asked, converse
+from pyllama_kvflash.cli.chat import asked_of, converse
 from pyllama_kvflash.cli.fetch import model_path
 from pyllama_kvflash.cli.figures import stats_table
 from pyllama_kvflash.cli.messages import is_typed
@@ -125,7 +125,7 @@ def run(
         reporter = Reporter(quiet=quiet)
         options = {name: value for name, value in options.items() if name not in (*_OF_A_PROMPT, "conversation")}
         options |= {"n_predict": n_predict if _is_typed(context, "n_predict") else -1, "template_file": None}
-        asked = Asked.of(options, (), reporter)  # as llama-cli does
+        asked = asked_of(options, (), reporter)  # as llama-cli does
         return converse(model_path(model_arg, model, reporter), asked, options, reporter)
     check_max_tokens(n_predict)
     sampling = params.sampling(options, random.getrandbits(31))  # drawn here, so that --stats can show it

@@ -20,26 +20,20 @@ _PREFIX = {"": "", "spec.": "spec_", "rope.": "rope_", "sampling.": ""}  # of th
 
 def _whole(text: str) -> int:
     try:
-        return int(kinds.TokenCount().convert(text, None, None))
-    except click.BadParameter:
+        return int(kinds.TokenCount().read(text))
+    except UsageError:
         raise ValueError(text) from None
-
-
-def _size(text: str) -> int:
-    return int(kinds.ByteSize().convert(text, None, None))
 
 
 def _flag(text: str) -> bool:
     return {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}[text.lower()]
 
 
-def _spans(text: str) -> tuple[tuple[int, int], ...]:
-    return kinds.Spans().convert(text, None, None)
-
-
 def _biases(text: str) -> tuple[tuple[int, float], ...]:
-    return tuple(kinds.LogitBias().convert(part, None, None) for part in text.split(",") if part)
+    return tuple(kinds.LogitBias().read(part) for part in text.split(",") if part)
 
+
+_size, _spans = kinds.ByteSize().read, kinds.Spans().read
 
 _KINDS: dict[Callable[[str], Any], str] = {
     _whole: "a whole number",
@@ -76,8 +70,8 @@ class Setting:
         """Return the value for a text. Raises UsageError; the class that has the field checks the range."""
         try:
             return self.read(text)
-        except click.BadParameter as err:
-            raise UsageError(f"--set {self.name}: {err.message}") from None
+        except UsageError as err:
+            raise UsageError(f"--set {self.name}: {err}") from None
         except (ValueError, KeyError):
             msg = f"--set {self.name}: {text!r} is not {self.kind}: {self.name} is {_shown(self.default)} by default"
             raise UsageError(msg) from None

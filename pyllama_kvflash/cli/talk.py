@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,29 +55,31 @@ _QUESTIONS = ("What?", "who", "1.", "é", "(")
 _MERGED = 4  # tokens at the end of a text that may be others once more follows
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A conversation that a command line asks for. lines: its messages; typed: by a person, whose next one takes a while; asks_once: they
+    are of the command line, and one without an answer is a failure.
+    """
+
+    files: tuple[File, ...]
+    system: str | None
+    n_predict: int
+    sampling: Sampling
+    template: str | None
+    kept: Kept
+    lines: Iterator[str]
+    typed: bool
+    asks_once: bool
+
+
 class Talk:
     """A conversation: what was said, and a context that holds it."""
 
-    def __init__(
-        self,
-        kv: KVFlash,
-        template: "ChatTemplate",
-        sampling: Sampling,
-        n_predict: int,
-        system: str | None,
-        reporter: Reporter,
-        kept: Kept,
-        *,
-        typed: bool,
-        hints: bool,
-    ) -> None:
-        """typed: a person types the messages, and files are read meanwhile. hints: errors name commands that help."""
-        self._typed, self._hints = typed, hints
-        self._kv, self._template, self._sampling, self._n_predict = kv, template, sampling, n_predict
-        self._reporter, self._kept = reporter, kept
+    def __init__(self, kv: KVFlash, template: "ChatTemplate", asked: Asked, reporter: Reporter) -> None:
+        self._kv, self._template, self._asked, self._reporter = kv, template, asked, reporter
         self._unread: list[File] = []  # that wait for the message: they do not fit, or Ctrl-C stopped the reading
-        self._ahead = Ahead(kv, reporter, self._has_read, kept.took)
-        self._said = Conversation(system)
+        self._ahead = Ahead(kv, reporter, self._has_read, asked.kept.took)
+        self._said = Conversation(asked.system)
         self._stats: Stats | None = None  # of the last answer
         self._answered = ""  # of the last answer, so far
         self.code = 0  # of the last thing that failed
@@ -101,26 +103,27 @@ class Talk:
             say(f"before the next message: {file.name}, {counted(len(file.text), 'character')}")
 
     def _has_read(self, seconds: float) -> None:
-        self._kept.took(seconds)
-        self._kept.save(self._kv)
+        self._asked.kept.took(seconds)
+        self._asked.kept.save(self._kv)
 
-    def run(self, lines: Iterator[str]) -> int:
+    def run(self) -> int:
         """Answer messages and obey commands until there are no more, or /exit. Return the exit code of the last failure, 0 if
         there was an answer or no failure.
         """
+        self.add(*self._asked.files)
         try:
             while True:
-                if self._typed:
+                if self._asked.typed:
                     self._read_ahead()
-                if (line := next(lines, "/exit")) == "/exit":
+                if (line := next(self._asked.lines, "/exit")) == "/exit":
                     return 0 if self._stats else self.code
                 self._take(line)
-                if self.code == Interrupted.exit_code and not self._typed:
+                if self.code == Interrupted.exit_code and not self._asked.typed:
                     return self.code
         finally:
             self._ahead.stop()
-            self._kept.save(self._kv)
-            self._kept.say()
+            self._asked.kept.save(self._kv)
+            self._asked.kept.say()
 
     def _take(self, line: str) -> None:
         """Answer a message, or obey a command."""
@@ -175,7 +178,7 @@ class Talk:
         Return the number of tokens.
         """
         start = time.perf_counter()
-        if n := self._kept.restore(self._kv, tokens):
+        if n := self._asked.kept.restore(self._kv, tokens):
             self._reporter.note(
                 f"restored {counted(n, 'token')} in {time.perf_counter() - start:.2f} s from the prefix cache"
             )
@@ -183,7 +186,7 @@ class Talk:
 
     def _failed(self, err: KVFlashError, hint: str = "") -> None:
         self.code = err.exit_code
-        self._reporter.warn(f"{err}{hint if self._hints else ''}")
+        self._reporter.warn(f"{err}{'' if self._asked.asks_once else hint}")
 
     def _help(self, _: str) -> None:
         self._reporter.note("commands:")
@@ -258,7 +261,7 @@ class Talk:
             return False
         self._reporter.answered(done.stats, done.reason)
         self._has_read(done.stats.prefill_s)
-        self._kept.say()
+        self._asked.kept.say()
         if done.reason == "interrupted":
             self.code = Interrupted.exit_code
             if not answer:
@@ -286,11 +289,11 @@ class Talk:
         """Read what the context does not have of a conversation, and show the answer as it comes. Return the answer and the
         last event.
         """
-        kv, n, sampling = self._kv, self._begin_with(tokens), self._sampling
+        kv, n, sampling = self._kv, self._begin_with(tokens), self._asked.sampling
         if sampling.seed is None:  # drawn here, so that /stats can show it
             sampling = replace(sampling, seed=random.getrandbits(31))
         events = kv.generate(
-            tokens[n:], max_tokens=self._n_predict, sampling=sampling, stop=self._template.stop, append=True
+            tokens[n:], max_tokens=self._asked.n_predict, sampling=sampling, stop=self._template.stop, append=True
         )
         text = ""
         with self._reporter.prefilling() as bar:

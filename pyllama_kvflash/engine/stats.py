@@ -13,14 +13,14 @@ def stats_of(loaded: Loaded, sequence: PooledSequence, **counts: Any) -> Stats:
     """Return the current statistics of a sequence. counts: the other fields of Stats."""
     kv, pager, selector = sequence.ctx.kv_bytes(), sequence.pager, sequence.selector
     room = pager.guests if pager else None
-    guests = room.native.info() if room else None
+    guests, exact = room.native.info() if room else None, loaded.exact
     return Stats(
         n_ctx=loaded.options.n_ctx,
         n_pool=loaded.n_pool,
         kv_device_bytes=kv.attn,
         kv_full_bytes=loaded.full_bytes,
-        pane_bytes=loaded.pane_bytes,
-        compute_bytes=loaded.compute_bytes,
+        pane_bytes=exact.n_bytes if exact else 0,
+        compute_bytes=loaded.ctx.compute_bytes() + (exact.ctx.compute_bytes() if exact else 0),
         other_device_bytes=kv.swa + kv.recurrent,
         host_bytes=sequence.host_bytes,
         disk_bytes=loaded.shared.memory.spilled_bytes if loaded.shared else 0,

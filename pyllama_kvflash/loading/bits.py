@@ -1,14 +1,16 @@
 """Choose the codes of positions outside the pool: the most accurate ones that fit in memory with everything else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
-from pyllama_kvflash.loading.need import Need
+from pyllama_kvflash.errors import NativeError
 from pyllama_kvflash.native import devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import FORMS
-from pyllama_kvflash.policy.sizing import RESERVE
+from pyllama_kvflash.policy.device import RESERVE, DeviceBytes
 
 SMALL_BATCH = 128
 """Tokens of a physical batch if memory is short: this frees some 230 MiB of a GPU for codes, and slows prompts down."""
@@ -67,7 +69,7 @@ def free_bytes() -> dict[str, int]:
     return {device.name: device.free for device in devices()}
 
 
-def fits(needs: Sequence[Need], free: Mapping[str, int], reserve: int = RESERVE) -> bool:
+def fits(needs: Sequence[DeviceBytes], free: Mapping[str, int], reserve: int = RESERVE) -> bool:
     """Return whether each device with codes holds them with everything else, and leaves a reserve. Devices without codes are not
     checked: fewer bits would not help them.
 
@@ -80,8 +82,38 @@ def fits(needs: Sequence[Need], free: Mapping[str, int], reserve: int = RESERVE)
     )
 
 
-def tries(options: Options, found: Sequence[Options]) -> list[tuple[Options, int]]:
-    """Return the options to try before the last of `found`, in order, each with its reserve for fits(). found: choices(options).
+class Made(Protocol):
+    """A plan, or contexts, made with some options."""
+
+    @property
+    def memory(self) -> Sequence[DeviceBytes]:
+        """The devices that hold something, with a full context."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+M = TypeVar("M", bound=Made)
+
+
+def first_that_fits(
+    options: Options, found: Sequence[Options], free: Mapping[str, int], make: Callable[[Options], M]
+) -> M:
+    """Return what `make` makes of the first options of `found` whose memory fits; of the last ones, whatever they take.
+
+    found: choices(options). free: as for fits(). Raises what `make` raises for the last ones.
+    """
+    for tried, reserve in _tries(options, found):
+        with suppress(NativeError):
+            made = make(tried)
+            if fits(made.memory, free, reserve):
+                return made
+            made.close()
+    return make(found[-1])
+
+
+def _tries(options: Options, found: Sequence[Options]) -> list[tuple[Options, int]]:
+    """Return the options to try before the last of `found`, in order, each with its reserve for fits().
 
     If `coarse` is "auto" and no codes fit a GPU, small batches may leave room for some.
     """

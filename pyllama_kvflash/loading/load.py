@@ -2,28 +2,28 @@
 
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pyllama_kvflash.errors import KVFlashError, ModelError, NativeError, UnsupportedError, UsageError
 from pyllama_kvflash.files import model_parts
-from pyllama_kvflash.loading.bits import choices, fits, free_bytes, may_lodge, tries
-from pyllama_kvflash.loading.load_plan import LoadPlan, Tap, coded, plan_contexts
-from pyllama_kvflash.loading.memory import check_memory, device_memory
-from pyllama_kvflash.loading.need import Need, needs_of, program_bytes
-from pyllama_kvflash.loading.panes import ExactBytes, held_bytes, open_exact
+from pyllama_kvflash.loading.bits import choices, first_that_fits, free_bytes, may_lodge
+from pyllama_kvflash.loading.load_plan import LoadPlan, Tap, coded, context_options, plan_contexts
+from pyllama_kvflash.loading.memory import check_memory, device_memory, types_of
+from pyllama_kvflash.loading.need import needs_of, program_bytes
+from pyllama_kvflash.loading.panes import held_bytes, open_exact
 from pyllama_kvflash.loading.placement import on_host, place
 from pyllama_kvflash.loading.refusals import ON_DISK, of_codes, of_memory, of_model
 from pyllama_kvflash.loading.warned import idle, untrained
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, PoolParams, add_rpc, devices, row_bytes, why_unloadable
+from pyllama_kvflash.native import Context, Model, PoolParams, add_rpc, devices, row_bytes, why_unloadable
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, Scorer
 from pyllama_kvflash.policy.coarse import FORMS
+from pyllama_kvflash.policy.device import DeviceBytes
 from pyllama_kvflash.policy.experts import Placement
 from pyllama_kvflash.policy.fresh import Heads
-from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.pool.exact import ExactReader
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.shared import Shared
@@ -61,24 +61,13 @@ class Loaded:
     exact: ExactReader | None
     sequences: tuple[PooledSequence, ...]
     drafts: tuple[Drafts, ...]
-    memory: tuple[Need, ...]
+    memory: tuple[DeviceBytes, ...]
     parts: ExitStack
 
     @property
     def ctx(self) -> Context:
         """The context, pooled or stock."""
         return self.sequences[0].ctx
-
-    @property
-    def pane_bytes(self) -> int:
-        """Device bytes of the panes of an exact pass."""
-        return self.exact.n_bytes if self.exact else 0
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of the compute buffers, on devices and host."""
-        contexts = [self.ctx, *([self.exact.ctx] if self.exact else [])]
-        return sum(ctx.compute_bytes() for ctx in contexts)
 
     def close(self) -> None:
         """Free the sequences, the contexts and the model. Harmless when called again."""
@@ -191,15 +180,13 @@ def _load(
 ) -> Loaded:
     """Make the contexts, with the most accurate codes that fit in memory. free: as for bits.fits()."""
     program, seen = program_bytes(model), _probed(model, options)
-    wanted = bits_of(options, seen)
-    for tried, reserve in tries(options, wanted):
-        with ExitStack() as its, suppress(NativeError):
-            found = _opened(model, seen, tried, placed, open_engine, program, its)
-            if fits(found.memory, free, reserve):
-                parts.push(its.pop_all())
-                break
-    else:
-        found = _opened(model, seen, wanted[-1], placed, open_engine, program, parts)
+
+    def opened(tried: Options) -> Loaded:
+        with ExitStack() as its:
+            return _opened(model, seen, tried, placed, open_engine, program, its)
+
+    found = first_that_fits(options, bits_of(options, seen), free, opened)
+    parts.push(found.parts)
     other = _other_policy(options, found.options, seen) if found.n_pool is not None else ()
     if found.options.n_ubatch < options.n_ubatch:
         other += (f"`n_ubatch` {found.options.n_ubatch}, not {options.n_ubatch}: more would leave no memory for codes",)
@@ -217,7 +204,7 @@ def _opened(
 ) -> Loaded:
     """Make the contexts. options: with codes and policy decided. parts: receives everything that is opened."""
     ground = _Loading(model, seen.geometry, options, open_engine, parts)
-    plan = plan_contexts(model, seen.geometry, options, ground)
+    plan = plan_contexts(seen.geometry, options, ground, model.fingerprint)
     size, pool = plan.size, plan.pool
     if pool is None:
         n_all = options.n_ctx * options.n_parallel
@@ -243,14 +230,13 @@ def _opened(
             parts.callback(drafts[-1].close)
     at = range(len(devices()))
     drafter = drafts[0].n_bytes(at, options.n_parallel) if drafts else [0 for _ in at]
-    types = CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v]
     n_cells = ctx.n_ctx * (options.n_parallel if pool else 1)  # a stock context counts all sequences
     return Loaded(
         model,
         options,
         size.n_pool,
         plan.n_batch,
-        seen.geometry.token_bytes(row_bytes, *types) * n_cells,
+        seen.geometry.token_bytes(row_bytes, *types_of(options)) * n_cells,
         placed.notes + size.notes + ground.notes,
         placed.warnings
         + ground.warnings
@@ -262,7 +248,7 @@ def _opened(
         tuple(sequences),
         tuple(drafts),
         needs_of(seen.geometry, options, size.n_pool, ctx, ground.exact_bytes(), drafter, program),
-        parts,
+        parts.pop_all(),
     )
 
 
@@ -280,7 +266,7 @@ class _Loading:
         self._open_engine = open_engine
         self._parts = parts
 
-    def memory(self) -> list[DeviceMemory]:
+    def memory(self) -> list[DeviceBytes]:
         return device_memory(self._geometry, self._options, lodged=self.exact is not None)
 
     def asks(self) -> tuple[str, str]:
@@ -294,7 +280,7 @@ class _Loading:
             self._parts.callback(self.exact.close)
         return self.exact is not None
 
-    def exact_bytes(self) -> dict[int, ExactBytes]:
+    def exact_bytes(self) -> dict[int, DeviceBytes]:
         return held_bytes(self.exact.ctx, self._geometry, self._options) if self.exact else {}
 
 
@@ -320,15 +306,9 @@ def open_context(model: Model, options: Options, plan: LoadPlan, lodges: Context
             n_ctx=options.n_ctx,
             n_batch=plan.n_batch,
             n_ubatch=min(options.n_ubatch, plan.n_batch),
-            n_threads=options.n_threads or 1,
-            type_k=options.type_k,
-            type_v=options.type_v,
-            flash_attn=options.flash_attn,
-            offload_kqv=options.kv_offload,
-            n_seq=options.n_parallel,
-            n_rollback=options.n_draft,
             pool=pool,
             lodges=lodges,
+            **context_options(options),
         )
     except KVFlashError as err:
         kind = f"a pool of {pool.n_pool:,} tokens" if pool else "the full cache"
@@ -351,18 +331,6 @@ def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, .
     if given.policy != "auto" or options.policy == "fresh" or given.coarse == "off":
         return ()
     return (f"policy qk, not fresh: {seen.uncoded or 'there is no memory for codes of all positions'}",)
-
-
-def why_uncoded(path: Path, options: Options) -> str | None:
-    """Return why a model that can be pooled cannot have codes here, and so no policy "fresh"; None if it can.
-
-    Loads no weights. Raises as load().
-    """
-    for server in options.rpc:
-        add_rpc(server)
-    with Model.load(path, **where(options), no_alloc=True) as model:
-        seen = probe(model, options)
-    return seen.uncoded if seen.refusal is None else None
 
 
 def probe(model: Model, options: Options) -> Probe:

@@ -1,13 +1,14 @@
 """The plan of a model's contexts: loading makes them, and `kvflash inspect` shows their memory."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from pyllama_kvflash.native import Model, PoolParams
+from pyllama_kvflash.native import PoolParams
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import MOST_LAYERS, UNSCORED, Geometry, PoolSize, resolve_pool
 from pyllama_kvflash.policy.coarse import CoarseForm
-from pyllama_kvflash.policy.sizing import BATCH, RESERVE, DeviceMemory, n_panes
+from pyllama_kvflash.policy.device import RESERVE, DeviceBytes
+from pyllama_kvflash.policy.sizing import BATCH, n_panes
 
 LATE = 0
 """Whether CPU layers choose guests for the next token, as GPU layers do, rather than before their own attention. Set by a bench."""
@@ -35,10 +36,23 @@ class LoadPlan:
     pool: PoolParams | None
 
 
+def context_options(options: Options) -> dict[str, Any]:
+    """Return how a context computes, as arguments of Context. options: resolved."""
+    return {
+        "n_threads": options.n_threads or 1,
+        "type_k": options.type_k,
+        "type_v": options.type_v,
+        "flash_attn": options.flash_attn,
+        "offload_kqv": options.kv_offload,
+        "n_seq": options.n_parallel,
+        "n_rollback": options.n_draft,
+    }
+
+
 class Ground(Protocol):
     """The facts that a plan depends on: measured while loading a model, estimated while only inspecting it."""
 
-    def memory(self) -> list[DeviceMemory]:
+    def memory(self) -> list[DeviceBytes]:
         """Return the free memory of each device that holds KV."""
 
     def asks(self) -> tuple[str, str]:
@@ -48,10 +62,11 @@ class Ground(Protocol):
         """Allocate an exact pass with n_pane panes. Returns whether it fits."""
 
 
-def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Ground) -> LoadPlan:
+def plan_contexts(geometry: Geometry, options: Options, ground: Ground, fingerprint: int = 0) -> LoadPlan:
     """Decide on the pool and the exact pass.
 
-    geometry: of the full-attention cache. options: resolved, with a policy that the model can have.
+    geometry: of the full-attention cache. options: resolved, with a policy that the model can have. fingerprint: of the model, for the
+    records of a pool that is made.
 
     An automatic pool is sized from the memory that the exact pass leaves. Raises the ground's errors, and UsageError.
     """
@@ -71,11 +86,11 @@ def plan_contexts(model: Model, geometry: Geometry, options: Options, ground: Gr
             if ground.read_exactly(n_pane, tap):
                 size = pool_size(options, ground.memory())
     usual = options.shape.usual_batch(size.n_pool) if size.n_pool else BATCH
-    pool = None if size.n_pool is None else _params(model, options, size.n_pool, tap)
+    pool = None if size.n_pool is None else _params(options, size.n_pool, tap, fingerprint)
     return LoadPlan(size, min(options.n_batch or usual, options.n_ctx), pool)
 
 
-def pool_size(options: Options, memory: list[DeviceMemory]) -> PoolSize:
+def pool_size(options: Options, memory: list[DeviceBytes]) -> PoolSize:
     """Return the pool that the options ask for. memory: of the devices that will hold it."""
     return resolve_pool(
         options.pool,
@@ -100,7 +115,6 @@ def _tap(policy: str, query: str, options: Options, n_layer: int) -> Tap:
     return Tap(n_token, max(1, -(-n_layer // MOST_LAYERS)) if policy == "qk" else 1)
 
 
-def _params(model: Model, options: Options, n_pool: int, tap: Tap) -> PoolParams:
-    mark = model.fingerprint
+def _params(options: Options, n_pool: int, tap: Tap, mark: int) -> PoolParams:
     pool = PoolParams(n_pool=n_pool, n_chunk=options.chunk, q_tap=tap.n_token, fingerprint=mark, q_every=tap.every)
     return coded(pool, options)

@@ -4,56 +4,21 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
-from pyllama_kvflash.loading.memory import coarse_bytes, in_memory
-from pyllama_kvflash.loading.panes import ExactBytes
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
+from pyllama_kvflash.loading.memory import coarse_bytes, types_of
+from pyllama_kvflash.native import Context, Model, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
-from pyllama_kvflash.policy.sizing import CELLS
+from pyllama_kvflash.policy.device import DeviceBytes
+from pyllama_kvflash.policy.sizing import whole_cells
 from pyllama_kvflash.pool.checkpoints import MOST
 
 _STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 
 DRIVER = 660 << 20
 """GPU bytes that CUDA itself takes once kernels have run: an H200 with driver 580 (docs/results/memory.md)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Bytes that a device holds with a full context.
-
-    kv: full attention: the pool, or the full cache. coarse: codes of all positions, with the GPU buffers for attending to them.
-    states: sliding windows and recurrent states. panes: of an exact pass. buffers: compute buffers as allocated; the host uses only
-    a part. drafter: all memory of a draft model. records: of chunks, in host memory. checkpoints: of states, in host memory.
-    program: Python and its libraries, or the GPU's driver.
-    """
-
-    name: str
-    gpu: bool
-    weights: int = 0
-    kv: int = 0
-    coarse: int = 0
-    states: int = 0
-    panes: int = 0
-    buffers: int = 0
-    drafter: int = 0
-    records: int = 0
-    checkpoints: int = 0
-    program: int = 0
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return sum(self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes by purpose, without zeros."""
-        sizes = {f.name: getattr(self, f.name) for f in fields(self)[2:]}
-        return {name: size for name, size in sizes.items() if size}
 
 
 def weights_of(model: Model) -> Counter[int]:
@@ -69,38 +34,38 @@ def needs_of(
     options: Options,
     n_pool: int | None,
     ctx: Context,
-    exact: Mapping[int, ExactBytes],
+    exact: Mapping[int, DeviceBytes],
     drafter: Sequence[int],
     program: int,
-) -> tuple[Need, ...]:
-    """Return the need of each device; for a model loaded with no_alloc, the estimated need.
+) -> tuple[DeviceBytes, ...]:
+    """Return the devices that hold something, with a full context; for a model loaded with no_alloc, as estimated.
 
-    options: resolved. n_pool: cells of the pool; None: the full cache. exact, drafter: bytes of the exact pass and of a drafter, by
-    device. program: see program_bytes().
+    options: resolved. n_pool: cells of the pool; None: the full cache. exact: of the exact pass, by device index. drafter: bytes of a drafter
+    on each device. program: see program_bytes().
     """
     weights, found = weights_of(ctx.model), devices()
-    token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
-    n_all = -(-options.n_ctx // CELLS) * CELLS * options.n_parallel
+    token_bytes = geometry.by_device(row_bytes, *types_of(options))
+    n_all = whole_cells(options.n_ctx) * options.n_parallel
     full = sum(token_bytes.values()) * n_all
+    records = full if options.host_limit is None else min(full, options.host_limit)  # the others are in a file
     held, first, host = ctx.kv_bytes(), next(iter(token_bytes), 0), [d.gpu for d in found].index(False)
     coarse = coarse_bytes(geometry, options, n_pool) if n_pool else {}
     res = []
     for i, device in enumerate(found):
-        read = exact.get(i, ExactBytes())
-        need = Need(
+        need = DeviceBytes(
             name=device.name,
             gpu=device.gpu,
             weights=weights[i],
             kv=token_bytes.get(i, 0) * (n_pool or n_all),
             coarse=coarse.get(i, 0),
-            states=(held.swa + held.recurrent if i == first else 0) + read.states,
-            panes=read.panes,
-            buffers=ctx.compute_bytes(i) + read.buffers,
+            states=held.swa + held.recurrent if i == first else 0,
+            buffers=ctx.compute_bytes(i),
             drafter=drafter[i],
-            records=in_memory(options, full) if n_pool and i == host else 0,
+            records=records if n_pool and i == host else 0,
             checkpoints=_checkpoints(ctx, options) if i == host else 0,
             program=program if i == host else 0,
         )
+        need = need + exact[i] if i in exact else need
         res.append(replace(need, program=DRIVER) if device.gpu and need.total else need)
     return tuple(need for need in res if need.total)
 

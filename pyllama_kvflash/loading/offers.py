@@ -13,11 +13,12 @@ from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.loading import expected
 from pyllama_kvflash.loading.bits import SMALL_BATCH
 from pyllama_kvflash.loading.load import check_runs
-from pyllama_kvflash.loading.need import DRIVER, Need
+from pyllama_kvflash.loading.need import DRIVER
 from pyllama_kvflash.loading.placement import has_experts
 from pyllama_kvflash.loading.planning import planned
 from pyllama_kvflash.native import Model, pretending
 from pyllama_kvflash.options import Options
+from pyllama_kvflash.policy.device import DeviceBytes
 from pyllama_kvflash.policy.sizing import HOST_CAP
 
 POOLS = (16_384, 8192, 4096, 2048, 1024)
@@ -39,7 +40,7 @@ class Offer:
     kind: str
     options: dict[str, Any]
     n_pool: int | None
-    needs: tuple[Need, ...]
+    needs: tuple[DeviceBytes, ...]
     lacking: dict[str, int]
     moves: bool = False
     on_gpu: bool = True
@@ -118,7 +119,8 @@ class Rank(IntEnum):
     LOSSLESS = 2
     FAR = 3  # long answers are worse
     SHARED = 4  # the CPU computes a part of some layers
-    BLIND = 5  # a token attends to resident chunks only
+    SHARED_FAR = 5  # and long answers are worse
+    BLIND = 6  # a token attends to resident chunks only
 
 
 def rank(offer: Offer, n_ctx: int) -> Rank:
@@ -126,7 +128,7 @@ def rank(offer: Offer, n_ctx: int) -> Rank:
     if offer.n_pool is not None and offer.coarse == "off" and not offer.lossless:
         return Rank.BLIND
     if offer.n_on_cpu:
-        return Rank.SHARED
+        return Rank.SHARED if offer.is_close(n_ctx) or offer.coarse == "4" else Rank.SHARED_FAR
     if offer.lossless:
         return Rank.LOSSLESS
     if offer.is_close(n_ctx):
@@ -142,8 +144,8 @@ def usable(found: list[Offer]) -> list[Offer]:
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
     """Return the best way that fits, or None.
 
-    The order of criteria: the rank; few bytes of experts read from RAM per token; the usual batch size; few layers in RAM, unless that
-    makes answers worse; the least measured divergence from the full f16 cache; the largest pool.
+    The order of criteria: the rank; few bytes of experts read from RAM per token; the usual batch size; few layers in RAM; the least
+    measured divergence from the full f16 cache; the largest pool.
     """
     fit = [offer for offer in usable(found) if not offer.lacking]
     if fit and not fit[0].on_gpu:  # a pool's answers are as good, and much faster
@@ -151,15 +153,12 @@ def best(found: list[Offer], n_ctx: int) -> Offer | None:
     ranks = [rank(offer, n_ctx) for offer in fit]
     least = min((offer.host_read for offer, its in zip(fit, ranks, strict=True) if its == min(ranks)), default=0)
 
-    def order(offer: Offer) -> tuple[Rank, bool, bool, bool, int, float, int]:
+    def order(offer: Offer) -> tuple[Rank, bool, bool, int, float, int]:
         far = offer.divergence(n_ctx)
-        apart = offer.n_on_cpu > 0 and not (offer.is_close(n_ctx) or offer.coarse == "4")
-        small = "n_ubatch" in offer.options
         return (
             rank(offer, n_ctx),
             offer.host_read > _READS_MUCH * least and not offer.n_on_cpu,
-            small,
-            apart,
+            "n_ubatch" in offer.options,
             offer.n_on_cpu,
             sum(far.values()) if far else math.inf,
             -(offer.n_pool or n_ctx),
@@ -239,7 +238,7 @@ class _Look:
     def _offer(self, kind: str, options: dict[str, Any]) -> Offer:
         asked = replace(self._base, **options)
         found = planned(self._path, asked)
-        held = _in_host(found.needs) if kind == "RAM" else found.needs
+        held = _in_host(found.memory) if kind == "RAM" else found.memory
         on_gpu, n_host = bool(self._room[True]), int(found.options.n_cpu_moe)
         return Offer(
             kind,
@@ -254,7 +253,7 @@ class _Look:
             recurrent=self._facts.recurrent,
         )
 
-    def _lacking(self, held: tuple[Need, ...]) -> dict[str, int]:
+    def _lacking(self, held: tuple[DeviceBytes, ...]) -> dict[str, int]:
         res = {}
         for gpu, room in self._room.items():
             if (n := sum(need.total for need in held if need.gpu == gpu)) > room:
@@ -284,7 +283,7 @@ class _Facts:
             model.recurrent,
         )
 
-    def a_token(self, held: tuple[Need, ...]) -> int:
+    def a_token(self, held: tuple[DeviceBytes, ...]) -> int:
         on_host = sum(need.weights for need in held if not need.gpu)
         return round(self.share * max(0, on_host - self.embeddings))
 
@@ -305,7 +304,7 @@ def _types(kind: str) -> dict[str, str]:
     return {} if kind == "f16" else {"type_k": kind, "type_v": kind}
 
 
-def _in_host(held: tuple[Need, ...]) -> tuple[Need, ...]:
+def _in_host(held: tuple[DeviceBytes, ...]) -> tuple[DeviceBytes, ...]:
     """Return the needs with KV and states moved to RAM, where llama.cpp keeps both, whatever this machine's devices are."""
     kv, states = sum(need.kv for need in held), sum(need.states for need in held)
     there = next(i for i, need in enumerate(held) if not need.gpu)

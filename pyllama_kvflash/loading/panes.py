@@ -1,15 +1,16 @@
 """The exact pass of a pool: the number of its panes, and the check of their memory."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from pyllama_kvflash.errors import NativeError, UnsupportedError
-from pyllama_kvflash.loading.load_plan import Tap
-from pyllama_kvflash.loading.memory import check_memory, lodging_bytes, pane_memory
-from pyllama_kvflash.native import CACHE_TYPES, Context, ExactContext, Model, PaneParams, devices, row_bytes
+from pyllama_kvflash.loading.load_plan import Tap, context_options
+from pyllama_kvflash.loading.memory import check_memory, device_memory, lodging_bytes, types_of
+from pyllama_kvflash.native import Context, ExactContext, Model, PaneParams, devices, row_bytes
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.device import DeviceBytes
 from pyllama_kvflash.policy.scorers import EDGE
-from pyllama_kvflash.policy.sizing import CELLS, LEAST_PANES
+from pyllama_kvflash.policy.sizing import LEAST_PANES, whole_cells
 from pyllama_kvflash.pool.exact import ExactReader
 
 NO_TAP = Tap()
@@ -24,9 +25,9 @@ def open_exact(
     Returns the reader, notes and warnings. Raises NativeError and UnsupportedError; with `prefill` "auto", the reader is None and
     the error becomes a warning.
     """
-    n_cells = -(-options.n_ctx // CELLS) * CELLS
+    n_cells = whole_cells(options.n_ctx)
     try:
-        memory = pane_memory(geometry, options, n_pane)
+        memory = device_memory(geometry, options, n_pane=n_pane)
         check_memory(memory, n_cells, f"an exact pass with {n_pane} panes", _WAY_OUT)
         ctx = _context(model, options, _params(geometry, n_pane, options, tap))
     except (NativeError, UnsupportedError) as err:
@@ -46,21 +47,11 @@ def open_exact(
     return ExactReader(ctx), (note,), ()
 
 
-class ExactBytes(NamedTuple):
-    """The bytes of an exact pass on a device: panes (without codes that share their memory), compute buffers, and the states: sliding
-    windows and recurrent states.
-    """
-
-    panes: int = 0
-    buffers: int = 0
-    states: int = 0
-
-
 def exact_bytes(
     model: Model, geometry: Geometry, options: Options, n_pane: int = 0, tap: Tap = NO_TAP
-) -> dict[int, ExactBytes]:
-    """Return the bytes of an exact pass on each device, by index. Windows and states count on one device, because their placement is
-    unknown.
+) -> dict[int, DeviceBytes]:
+    """Return the bytes of an exact pass on each device, by index: panes (without codes that share their memory), compute buffers, and states, which
+    count on one device, because their placement is unknown.
 
     model: loaded with no_alloc. options: resolved. n_pane: panes; 0: those of the options, or LEAST_PANES. Raises NativeError and
     UnsupportedError.
@@ -71,7 +62,7 @@ def exact_bytes(
         return _by_device(ctx, geometry, options, n_pane, states)
 
 
-def held_bytes(ctx: ExactContext, geometry: Geometry, options: Options) -> dict[int, ExactBytes]:
+def held_bytes(ctx: ExactContext, geometry: Geometry, options: Options) -> dict[int, DeviceBytes]:
     """Return the bytes of an open exact pass on each device, as exact_bytes() does."""
     held = ctx.kv_bytes()
     return _by_device(ctx, geometry, options, ctx.pane_info().n_pane, held.swa + held.recurrent)
@@ -79,14 +70,18 @@ def held_bytes(ctx: ExactContext, geometry: Geometry, options: Options) -> dict[
 
 def _by_device(
     ctx: ExactContext, geometry: Geometry, options: Options, n_pane: int, states: int
-) -> dict[int, ExactBytes]:
-    panes = geometry.panes_by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v], n_pane)
+) -> dict[int, DeviceBytes]:
+    panes = geometry.panes_by_device(row_bytes, *types_of(options), n_pane)
     first, lodging = next(iter(panes), 0), lodging_bytes(geometry, options)
     return {
-        i: ExactBytes(
-            max(0, ctx.n_ctx * panes.get(i, 0) - lodging.get(i, 0)), ctx.compute_bytes(i), states if i == first else 0
+        i: DeviceBytes(
+            device.name,
+            device.gpu,
+            panes=max(0, ctx.n_ctx * panes.get(i, 0) - lodging.get(i, 0)),
+            buffers=ctx.compute_bytes(i),
+            states=states if i == first else 0,
         )
-        for i in range(len(devices()))
+        for i, device in enumerate(devices())
     }
 
 
@@ -99,17 +94,8 @@ def _state_bytes(model: Model, options: Options) -> int:
 
 def _shape(model: Model, options: Options) -> dict[str, Any]:
     n_ubatch = min(options.n_ubatch, options.n_ctx)
-    return {
-        "n_ctx": options.n_ctx,
-        "n_batch": n_ubatch,
-        "n_ubatch": n_ubatch,
-        "n_threads": options.n_threads or 1,
-        "type_k": options.type_k,
-        "type_v": options.type_v,
-        "flash_attn": options.flash_attn,
-        "n_seq": options.n_parallel,
-        "n_rollback": options.n_lookahead(recurrent=model.recurrent),
-    }
+    sizes = {"n_ctx": options.n_ctx, "n_batch": n_ubatch, "n_ubatch": n_ubatch}
+    return {**context_options(options), **sizes, "n_rollback": options.n_lookahead(recurrent=model.recurrent)}
 
 
 def _params(geometry: Geometry, n_pane: int, options: Options, tap: Tap) -> PaneParams:

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pyllama_kvflash.loading.bits import LEAST
-from pyllama_kvflash.loading.memory import coarse_bytes
+from pyllama_kvflash.loading.load_plan import context_options
+from pyllama_kvflash.loading.memory import coarse_bytes, types_of
 from pyllama_kvflash.loading.panes import exact_bytes
-from pyllama_kvflash.native import CACHE_TYPES, Context, Model, devices, row_bytes
+from pyllama_kvflash.native import Context, Model, devices, row_bytes
 from pyllama_kvflash.native.model import Weight
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
+from pyllama_kvflash.policy.device import RESERVE
 from pyllama_kvflash.policy.experts import Holding, Placement, place_experts
-from pyllama_kvflash.policy.sizing import BATCH, CELLS, RESERVE
+from pyllama_kvflash.policy.sizing import BATCH, CELLS
 from pyllama_kvflash.pool.speculation import drafter_bytes
 
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # llama.cpp's LLM_FFN_EXPS_REGEX
@@ -57,7 +59,7 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
 def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding]:
     """Return the future contents and the current free memory of each device that will hold part of the model."""
     weights, found = model.weights(), devices()
-    token_bytes = geometry.by_device(row_bytes, CACHE_TYPES[options.type_k], CACHE_TYPES[options.type_v])
+    token_bytes = geometry.by_device(row_bytes, *types_of(options))
     n_layer = 1 + max((int(m[1]) for w in weights if (m := _LAYER.match(w.name))), default=-1)
     here = sorted({w.device for w in weights} | token_bytes.keys())
     state, computed, drafter = _measured(model, geometry, options, here)
@@ -71,23 +73,23 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     res = []
     for i, (compute, token_compute), draft in zip(here, computed, drafter, strict=True):
         others, moved = _sizes([w for w in weights if w.device == i], moves, n_layer)
-        res.append(
-            Holding(
-                name=found[i].name,
-                free=found[i].free,
-                fixed=others + state + (copy if some else 0) + sum(exact.get(i, ())),
-                token_bytes=token_bytes.get(i, 0),
-                experts=moved,
-                copy=0 if some else copy,
-                compute=compute,
-                token_compute=token_compute,
-                drafter=draft,
-                codes=codes.get(i, 0),
-                gpu=found[i].gpu,
-                dense=dense,
-                reserve=LEAST if dense else RESERVE,  # small, because a token reads each moved layer whole
-            )
+        holding = Holding(
+            name=found[i].name,
+            gpu=found[i].gpu,
+            free=found[i].free,
+            token_bytes=token_bytes.get(i, 0),
+            weights=others + (copy if some else 0),
+            coarse=codes.get(i, 0),
+            states=state,
+            buffers=compute,
+            drafter=draft,
+            experts=moved,
+            copy=0 if some else copy,
+            token_compute=token_compute,
+            dense=dense,
+            reserve=LEAST if dense else RESERVE,  # small, because a token reads each moved layer whole
         )
+        res.append(holding + exact[i] if i in exact else holding)
     return res
 
 
@@ -149,15 +151,4 @@ def drafters(options: Options, target: Context, here: Sequence[int]) -> list[int
 
 
 def _context(model: Model, options: Options, n_ctx: int, n_batch: int) -> Context:
-    return Context(
-        model,
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_ubatch=n_batch,
-        type_k=options.type_k,
-        type_v=options.type_v,
-        flash_attn=options.flash_attn,
-        offload_kqv=options.kv_offload,
-        n_seq=options.n_parallel,
-        n_rollback=options.n_draft,
-    )
+    return Context(model, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_batch, **context_options(options))

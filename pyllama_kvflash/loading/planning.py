@@ -3,37 +3,35 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pyllama_kvflash.errors import UnsupportedError
-from pyllama_kvflash.loading.bits import fits, free_bytes, tries
+from pyllama_kvflash.loading.bits import first_that_fits, free_bytes
 from pyllama_kvflash.loading.load import Probe, bits_of, check_codes, open_context, placement, probe, where
 from pyllama_kvflash.loading.load_plan import Tap, plan_contexts
 from pyllama_kvflash.loading.memory import device_memory
-from pyllama_kvflash.loading.need import Need, needs_of, program_bytes, weights_of
-from pyllama_kvflash.loading.panes import ExactBytes, exact_bytes
+from pyllama_kvflash.loading.need import needs_of, program_bytes, weights_of
+from pyllama_kvflash.loading.panes import exact_bytes
 from pyllama_kvflash.loading.placement import drafters, on_host
 from pyllama_kvflash.native import Model, add_rpc, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry, PoolSize
+from pyllama_kvflash.policy.device import DeviceBytes
 from pyllama_kvflash.policy.experts import Placement
-from pyllama_kvflash.policy.sizing import DeviceMemory
 from pyllama_kvflash.scorers.factory import query_of
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The expected result of loading. needs: each device's memory with a full context. options: with codes and policy decided."""
+    """The expected result of loading. memory: each device's with a full context. options: with codes and policy decided."""
 
-    needs: tuple[Need, ...]
+    memory: tuple[DeviceBytes, ...]
     size: PoolSize
     options: Options
 
-
-def needs(path: Path, options: Options) -> tuple[tuple[Need, ...], PoolSize]:
-    """Return each device's memory with a full context, and the pool. Raises as loading.load()."""
-    found = planned(path, options)
-    return found.needs, found.size
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def planned(path: Path, options: Options) -> Planned:
@@ -60,12 +58,8 @@ class Look:
         """Return the expected result of loading. pool: replaces that of the options. Raises as loading.load()."""
         options = self.options if pool is None else replace(self.options, pool=pool)
         check_codes(self.model, options, self.seen)
-        choices = bits_of(options, self.seen)
-        for tried, reserve in tries(options, choices):
-            found = _planned(self.model, self.seen.geometry, tried, self.program)
-            if fits(found.needs, self.free, reserve):
-                return found
-        return _planned(self.model, self.seen.geometry, choices[-1], self.program)
+        make = partial(_planned, self.model, self.seen.geometry, self.program)
+        return first_that_fits(options, bits_of(options, self.seen), self.free, make)
 
 
 @contextmanager
@@ -94,14 +88,14 @@ class _Looking:
 
     def __init__(self, model: Model, geometry: Geometry, options: Options) -> None:
         self.weights = weights_of(model)
-        self.exact: dict[int, ExactBytes] = {}
+        self.exact: dict[int, DeviceBytes] = {}
         self._model, self._geometry, self._options = model, geometry, options
 
-    def memory(self) -> list[DeviceMemory]:
+    def memory(self) -> list[DeviceBytes]:
         indices = dict.fromkeys(self._geometry.devices or (0,) * len(self._geometry.rows))
         found = device_memory(self._geometry, self._options)
-        taken = [self.weights[i] + sum(self.exact.get(i, ())) for i in indices]
-        return [replace(d, free=max(0, d.free - n)) for d, n in zip(found, taken, strict=True)]
+        taken = [replace(d, weights=self.weights[i]) for i, d in zip(indices, found, strict=True)]
+        return [d + self.exact[i] if i in self.exact else d for i, d in zip(indices, taken, strict=True)]
 
     def asks(self) -> tuple[str, str]:
         return query_of(self._options)
@@ -111,9 +105,9 @@ class _Looking:
         return True
 
 
-def _planned(model: Model, geometry: Geometry, options: Options, program: int) -> Planned:
+def _planned(model: Model, geometry: Geometry, program: int, options: Options) -> Planned:
     ground = _Looking(model, geometry, options)
-    plan = plan_contexts(model, geometry, options, ground)
+    plan = plan_contexts(geometry, options, ground)
     with open_context(model, options, plan) as ctx:
         exact = ground.exact if plan.pool else {}
         drafter = drafters(replace(options, n_batch=plan.n_batch), ctx, range(len(devices())))

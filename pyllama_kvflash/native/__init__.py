@@ -16,7 +16,7 @@ from pyllama_kvflash.native.device import Device, add_rpc, devices, gpus, preten
 from pyllama_kvflash.native.exact import ExactContext
 from pyllama_kvflash.native.geometry import KVBytes, Layer, PaneInfo, PaneParams, PoolInfo, PoolParams
 from pyllama_kvflash.native.grammar import Follower, Grammar, check_grammar, either
-from pyllama_kvflash.native.guests import choice_bytes
+from pyllama_kvflash.native.guests import choice_bytes, codes_bytes
 from pyllama_kvflash.native.lib import CACHE_TYPES, init, interrupt, interruptible, row_bytes, show_log
 from pyllama_kvflash.native.model import Model, Tokens
 from pyllama_kvflash.native.notes import Notes, Taken, noted
@@ -81,6 +81,7 @@ __all__ = [
     "check_ends",
     "check_grammar",
     "choice_bytes",
+    "codes_bytes",
     "devices",
     "either",
     "gpus",

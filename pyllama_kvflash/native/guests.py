@@ -46,6 +46,13 @@ def choice_bytes(heads: Sequence[tuple[int, int, int, int]], n_ctx: int, n_seq: 
     return int(lib.kvf_choice_bytes(each, len(heads), n_ctx, n_seq, n_pool, chunk))
 
 
+def codes_bytes(heads: tuple[int, int, int, int], bits: tuple[int, int], n: int, *, on_gpu: bool) -> int:
+    """Return the bytes of the codes of n positions of a layer, in host memory or on a GPU. heads: as for choice_bytes(). bits: of keys,
+    and of values.
+    """
+    return int(lib.kvf_codes_bytes(ffi.new("struct kvf_heads *", tuple(heads)), *bits, n, on_gpu))
+
+
 def _addresses(records: Sequence[Record]) -> list[object]:
     return [ffi.from_buffer(record) for record in records]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from . import words
-from .prompt import _QUESTION, _STATEMENT, Needle, NeedlePrompt, _draw_answers, _draw_keys, _fit, _Prose
+from .prompt import _STATEMENT, NeedlePrompt, _draw_answers, _draw_keys, _fit, _needle, _Prose
 from .words import _sentence
 
 MAX_FACTS: Final = 64
@@ -77,17 +77,7 @@ def make_facts(
     places, at = _spread(rng, statements, decoys, max(1, (n_tokens - needed) // _GAP))
     layout, total = _fit(_Prose(rng, count), places, n_tokens, needed)
     starts = [layout.starts[place] + offset for place, offset in at]
-    needles = tuple(
-        Needle(
-            key=key,
-            answer=answer,
-            statement=statement,
-            question=_QUESTION.format(key=key),
-            start=start,
-            end=start + len(statement),
-        )
-        for key, answer, statement, start in zip(keys, answers, statements, starts, strict=False)
-    )
+    needles = tuple(map(_needle, keys, answers, statements, starts))
     return NeedlePrompt(text=layout.text, needles=needles, n_tokens=total, seed=seed)
 
 

@@ -109,18 +109,15 @@ def make_prompt(
     layout, total = _fit(prose, [""] * n_needles if drop else lines, n_tokens, 0 if drop else needed)
     if not layout.text:
         raise ValueError(f"n_tokens is {n_tokens}, too few for one sentence of prose: raise n_tokens.")
-    needles = tuple(
-        Needle(
-            key=key,
-            answer=answer,
-            statement=statement,
-            question=_QUESTION.format(key=key),
-            start=start,
-            end=start if drop else start + len(statement),
-        )
-        for key, answer, statement, start in zip(keys, answers, statements, layout.starts, strict=True)
-    )
+    each = zip(keys, answers, statements, layout.starts, strict=True)
+    needles = tuple(_needle(*its, drop=drop) for its in each)
     return NeedlePrompt(text=layout.text, needles=needles, n_tokens=total, seed=seed)
+
+
+def _needle(key: str, answer: str, statement: str, start: int, *, drop: bool = False) -> Needle:
+    """Return the needle whose statement begins at `start`, or would if it were not dropped."""
+    end = start if drop else start + len(statement)
+    return Needle(key, answer, statement, _QUESTION.format(key=key), start, end)
 
 
 # ---- keys and answers --------------------------------------------------------------------------------------

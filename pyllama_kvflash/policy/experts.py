@@ -5,42 +5,28 @@ fewest that leave room for the pool.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, RESERVE
+from pyllama_kvflash.policy.device import RESERVE, DeviceBytes, mib
+from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, whole_cells
 
-DENSE_CAP = (
-    4096  # most tokens of an automatic pool for a dense model: each token reads all weights in RAM, 2 ms a layer
-)
+DENSE_CAP = 4096
+"""Most tokens of an automatic pool for a dense model: each token reads all weights in RAM, 2 ms a layer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """A device, and its part of the model. Sizes are in bytes.
+class Holding(DeviceBytes):
+    """A device, and its part of the model, without the weights that may stay on the host, and without a pool. Sizes are in bytes.
 
     free: free memory before the model is loaded.
-    fixed: weights other than experts, and states that do not grow with the context.
-    token_bytes: KV of one token.
     experts: experts of each layer of the model in order, 0 for a layer on another device; in a dense model, feed-forward weights.
-    dense: whether the model is dense.
     copy: the largest tensor of these. A prompt batch copies it here if it lies on the host.
-    compute: compute buffers.
     token_compute: growth of the compute buffers with each token of KV, for its attention mask.
-    drafter: all memory of the drafter.
-    codes: of all positions, with the buffers for attending to them.
-    gpu: False for the host.
+    dense: whether the model is dense.
     reserve: bytes that stay free.
     """
 
-    name: str
-    free: int
-    fixed: int
-    token_bytes: int
-    experts: tuple[int, ...]
+    experts: tuple[int, ...] = ()
     copy: int = 0
-    compute: int = 0
     token_compute: int = 0
-    drafter: int = 0
-    codes: int = 0
-    gpu: bool = True
     dense: bool = False
     reserve: int = RESERVE
 
@@ -51,17 +37,17 @@ class Holding:
 
     def need(self, n_host: int, tokens: int) -> int:
         """Return the bytes with `tokens` tokens of KV and the experts of the first n_host layers on the host, reserve included."""
-        return sum(self.parts(n_host, tokens).values())
+        return sum(self.terms(n_host, tokens).values())
 
-    def parts(self, n_host: int, tokens: int) -> dict[str, int]:
+    def terms(self, n_host: int, tokens: int) -> dict[str, int]:
         """Return the terms that need() adds up, in bytes by name."""
         res = {
-            "other weights and states": self.fixed,
+            "other weights and states": self.weights + self.states + self.panes,
             self.what: sum(self.experts[n_host:]),
             f"KV of {tokens:,} tokens": tokens * self.token_bytes,
-            "computation": self.compute + tokens * self.token_compute,
+            "computation": self.buffers + tokens * self.token_compute,
             "drafter": self.drafter,
-            "codes": self.codes,
+            "codes": self.coarse,
             "a copy for prompts": self.copy if n_host else 0,
             "reserve": self.reserve,
         }
@@ -128,7 +114,7 @@ def place_experts(
     if request != "auto":
         return Placement(min(int(request), n_layer), pool, notes=(_given(int(request), n_layer, gpus),))
     cap = cap or (DENSE_CAP if gpus[0].dense else AUTO_CAP)
-    return _auto([h for h in holdings if h.gpu], n_layer, pool, _rounded(n_ctx), floor, cap)
+    return _auto([h for h in holdings if h.gpu], n_layer, pool, whole_cells(n_ctx), floor, cap)
 
 
 def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, floor: int, cap: int) -> Placement:
@@ -170,7 +156,7 @@ def _cells(pool: int | str, full: int, cap: int) -> tuple[int, int]:
     """Return the desired and the least cells of a pool, before floor and context are applied."""
     if pool == "auto":
         return cap // CELLS * CELLS, 0
-    cells = full if pool == "off" else _rounded(int(pool))
+    cells = full if pool == "off" else whole_cells(int(pool))
     return cells, cells
 
 
@@ -192,7 +178,7 @@ def _first(n: int, n_layer: int, gpus: Sequence[Holding]) -> str:
     if n == 0:
         return "all stay on the GPU"
     which = "all" if n == n_layer else f"those of the first {f'{n} ' if n > 1 else ''}of {n_layer} layers"
-    return f"{which} stay on the host ({_mib(sum(sum(h.experts[:n]) for h in gpus))})"
+    return f"{which} stay on the host ({mib(sum(sum(h.experts[:n]) for h in gpus))})"
 
 
 def _kept(what: str, n: int, n_full: int | None, full: int) -> str:
@@ -208,14 +194,6 @@ def _arithmetic(gpus: Sequence[Holding], n_host: int, tokens: int) -> str:
     h = min(gpus, key=lambda h: h.free - h.need(n_host, tokens))
     need = h.need(n_host, tokens)
     others = f", the tightest of {len(gpus)} devices" if len(gpus) > 1 else ""
-    terms = " + ".join(f"{_mib(size)} {name}" for name, size in h.parts(n_host, tokens).items())
+    terms = " + ".join(f"{mib(size)} {name}" for name, size in h.terms(n_host, tokens).items())
     relation = "of" if need <= h.free else "but only"
-    return f"{terms} = {_mib(need)}, {relation} {_mib(h.free)} free on {h.name}{others}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"
-
-
-def _rounded(n: int) -> int:
-    return -(-n // CELLS) * CELLS
+    return f"{terms} = {mib(need)}, {relation} {mib(h.free)} free on {h.name}{others}"

@@ -22,11 +22,3 @@ class Heads(NamedTuple):
     def of(cls, layer: Any) -> "Heads":
         """Return the heads of a layer of the cache (native.Layer)."""
         return cls(layer.n_head, layer.n_head_kv, layer.n_embd_head_k, layer.n_embd_v // layer.n_head_kv)
-
-
-_ALIGNED = 256  # alignment of pieces of device memory (kvf_gpu_places)
-
-
-def padded(n: int) -> int:
-    """Return the bytes of GPU memory that a piece of n bytes takes."""
-    return -(-n // _ALIGNED) * _ALIGNED

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pyllama_kvflash.policy.device import RESERVE, DeviceBytes, mib
 from pyllama_kvflash.policy.fresh import Heads
 
 CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
@@ -12,11 +13,15 @@ HOST_CAP = 4096  # most tokens of an automatic pool without a GPU: each attended
 HOST_FULL = (
     1 << 30
 )  # without a GPU, most bytes of an automatic full cache: it is allocated at once, a pool's records as text grows
-RESERVE = 512 << 20  # bytes left to the computation and to other programs
 BATCH = 2048  # tokens; llama.cpp's own default, larger batches gain nothing
 LEAST_PANES = 2  # one layer's rows, and the next layer's, which are being copied
 SINKS = 1  # first chunks that are never evicted: attention sinks are in the first few tokens
 SPARE_BLOCKS = 2  # blocks that must stay evictable so that paging never deadlocks
+
+
+def whole_cells(n: int) -> int:
+    """Return n tokens rounded up to whole steps of CELLS."""
+    return -(-n // CELLS) * CELLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +62,6 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """A device for `auto`: its free bytes, and the bytes of a pool's token there.
-
-    host: whether it is host memory, which also holds the records.
-    codes: bytes kept free for codes of all positions.
-    remote: whether it is on an RPC server, so that copies go through a network.
-    """
-
-    name: str
-    free: int
-    token_bytes: int
-    host: bool = False
-    codes: int = 0
-    remote: bool = False
-
-    @property
-    def half(self) -> int:
-        """Half of the free bytes, after the reserve and codes."""
-        return max(0, self.free - RESERVE - self.codes) // 2
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that fit into `half`."""
-        return self.half // self.token_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class PoolSize:
     """The result of resolve_pool().
 
@@ -120,7 +98,7 @@ class PoolShape:
     def floor(self, n_batch: int = 0) -> int:
         """Return the smallest pool in cells, in steps of 256, for batches of n_batch tokens; 0: of one chunk."""
         batch_blocks = -(-(n_batch or self.chunk) // self.chunk) + 1  # a batch may begin within a chunk
-        return _round_up((self.kept + max(self.n_seq, batch_blocks)) * self.chunk)
+        return whole_cells((self.kept + max(self.n_seq, batch_blocks)) * self.chunk)
 
     def largest_batch(self, n_pool: int) -> int:
         """Return the largest batch in tokens, of whole chunks, whose floor() is at most n_pool; at most BATCH."""
@@ -132,35 +110,35 @@ class PoolShape:
         return min(quarter, self.largest_batch(n_pool))
 
 
-def auto_pool(memory: Sequence[DeviceMemory], n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
+def auto_pool(memory: Sequence[DeviceBytes], n_ctx: int, cap: int = AUTO_CAP) -> tuple[int, str]:
     """Return the automatic pool in tokens, and the arithmetic in words.
 
     The pool is half of (free - reserve - codes) device bytes, divided by the bytes of a token, and at most cap and n_ctx. Of
     several devices, each with its own layers, the one with room for the fewest tokens decides.
     """
     device = min(memory, key=lambda r: r.tokens)
-    tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, _round_up(n_ctx))
+    tokens = min(device.tokens // CELLS * CELLS, cap // CELLS * CELLS, whole_cells(n_ctx))
     others = f", the tightest of {len(memory)} devices" if len(memory) > 1 else ""
-    codes = f" - {device.codes / 2**20:.0f} MiB for codes" if device.codes else ""
+    codes = f" - {mib(device.coarse)} for codes" if device.coarse else ""
     note = (
-        f"auto: half of ({device.free / 2**20:.0f} MiB free on {device.name}{others} - {RESERVE / 2**20:.0f} MiB reserve{codes}) /"
+        f"auto: half of ({mib(device.room)} free on {device.name}{others} - {mib(RESERVE)} reserve{codes}) /"
         f" {device.token_bytes / 1024:.2f} KiB a token = {device.tokens:,} tokens, at most {cap:,} (`auto_cap`) and the"
         f" context of {n_ctx:,}: {tokens:,}"
     )
     return tokens, note
 
 
-def full_cache(memory: Sequence[DeviceMemory], n_ctx: int) -> tuple[bool, str]:
+def full_cache(memory: Sequence[DeviceBytes], n_ctx: int) -> tuple[bool, str]:
     """Return whether `auto` chooses the full cache instead of a pool, and a note; the note is "" if the cache does not fit.
 
     It does if the full cache fits beside the reserve: on the host up to HOST_FULL bytes, on a GPU up to AUTO_FULL tokens. Beyond
     these a pool decodes much faster, and on the host it allocates only as the text grows.
     """
-    if not all(d.token_bytes * n_ctx <= d.free - RESERVE for d in memory):
+    if not all(d.token_bytes * n_ctx <= d.room - RESERVE for d in memory):
         return False, ""
     n_bytes = sum(d.token_bytes for d in memory) * n_ctx
     size = f"{n_bytes / 2**20:,.0f} MiB"
-    if all(d.host for d in memory):
+    if not any(d.gpu for d in memory):
         if n_bytes <= HOST_FULL:
             faster = "" if n_ctx <= HOST_CAP else f"; a pool (`pool` {HOST_CAP}, say) decodes faster"
             return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size} of RAM{faster}"
@@ -181,7 +159,7 @@ def resolve_pool(
     *,
     n_ctx: int,
     floor: int,
-    memory: Sequence[DeviceMemory],
+    memory: Sequence[DeviceBytes],
     cap: int | None = None,
     keep: bool = False,
 ) -> PoolSize:
@@ -205,12 +183,12 @@ def resolve_pool(
             note = f"{note.partition(';')[0]}; a prefix cache and snapshots need a pool, so one is taken"
         if note:
             notes.append(note)
-        usual = max(HOST_CAP, floor) if all(d.host for d in memory) else AUTO_CAP
+        usual = max(HOST_CAP, floor) if not any(d.gpu for d in memory) else AUTO_CAP
         wanted, note = auto_pool(memory, n_ctx, cap or usual)
         notes.append(note)
     else:
         wanted = int(request)
-    n_pool = _round_up(wanted)
+    n_pool = whole_cells(wanted)
     if n_pool < floor < n_ctx:
         which = "the automatic pool of" if request == "auto" else "a pool of"
         warnings.append(
@@ -221,7 +199,7 @@ def resolve_pool(
         notes.append(f"pool rounded up from {wanted:,} to {n_pool:,} tokens (steps of {CELLS})")
     n_pool = max(n_pool, floor)
     if n_pool >= n_ctx and keep:
-        n_pool = min(n_pool, max(_round_up(n_ctx), floor))
+        n_pool = min(n_pool, max(whole_cells(n_ctx), floor))
     elif n_pool >= n_ctx:
         notes.append(
             f"a pool of {n_pool:,} tokens covers the context of {n_ctx:,}: no pool is needed, using the full cache"
@@ -232,14 +210,16 @@ def resolve_pool(
 
 def most_cells(request: int | str, *, n_ctx: int, floor: int, cap: int | None = None) -> int:
     """Return the most cells of a pool that resolve_pool() can give for a request other than "off", with unlimited memory."""
-    wanted = min((cap or AUTO_CAP) // CELLS * CELLS, _round_up(n_ctx)) if request == "auto" else _round_up(int(request))
+    wanted = (
+        min((cap or AUTO_CAP) // CELLS * CELLS, whole_cells(n_ctx)) if request == "auto" else whole_cells(int(request))
+    )
     return max(wanted, floor)
 
 
 def n_panes(
     request: int,
     pool: int | str,
-    memory: Sequence[DeviceMemory],
+    memory: Sequence[DeviceBytes],
     n_ctx: int,
     n_layer: int,
     *,
@@ -257,14 +237,14 @@ def n_panes(
     - RPC servers: as for `lossless`, with any pool, since each batch would send the whole text through the network.
     """
     remote = any(d.remote for d in memory)
-    on_host = bool(memory) and all(d.host for d in memory)
+    on_host = bool(memory) and not any(d.gpu for d in memory)
     if request or not ((pool == "auto" and not on_host) or remote or (lossless and on_host)):
         return request or LEAST_PANES
     lossless = lossless or remote
-    shares = (d.half / (d.token_bytes * n_ctx * (2 if d.host else 1)) for d in memory)
+    shares = (d.half / (d.token_bytes * n_ctx * (1 if d.gpu else 2)) for d in memory)
     share = min(shares, default=1.0)
     if share >= 1:
-        left = min((1 - (n_pool + (d.codes + buffers) / d.token_bytes) / n_ctx for d in memory), default=1.0)
+        left = min((1 - (n_pool + (d.coarse + buffers) / d.token_bytes) / n_ctx for d in memory), default=1.0)
         return max(LEAST_PANES, n_layer if lossless else int(n_layer * left))
     return max(LEAST_PANES, int(share * n_layer / len(memory))) if lossless else LEAST_PANES
 
@@ -277,7 +257,3 @@ def pinned_chunks(spans: Sequence[tuple[int, int]], chunk: int) -> set[int]:
 def n_pinned(chunks: set[int], n_sinks: int) -> int:
     """Return the number of pinned chunks that are not sinks."""
     return len(chunks - set(range(n_sinks)))
-
-
-def _round_up(n: int) -> int:
-    return -(-n // CELLS) * CELLS

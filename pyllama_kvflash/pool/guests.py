@@ -16,7 +16,6 @@ from pyllama_kvflash.native import Context, Record
 from pyllama_kvflash.native.guests import UNIT, Guests
 from pyllama_kvflash.policy import Ledger
 from pyllama_kvflash.policy.coarse import CoarseForm
-from pyllama_kvflash.policy.fresh import Heads
 
 
 def form_of(ctx: Context) -> CoarseForm | None:
@@ -62,7 +61,7 @@ class GuestRoom:
 
     def n_bytes(self, n: int) -> int:
         """Return the bytes of the codes of n positions, on the host or a device."""
-        return sum(self.form.n_bytes(Heads.of(layer), n) for layer in self.native.layers)
+        return sum(self.native.code_sizes(n))
 
     @property
     def n_coded(self) -> int:

@@ -3,6 +3,8 @@
 import functools
 from typing import Any
 
+from pyllama_kvflash import KVFlash
+from pyllama_kvflash.cli.needles import Answers, ask_all, read
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 from support.runs import GREEDY, Open, text_of
@@ -15,6 +17,11 @@ def document(n_tokens: int, n_needles: int = 4, seed: int = 2) -> NeedlePrompt:
         return make_prompt(
             n_tokens, lambda text: len(model.tokenize(text, add_special=False)), n_needles=n_needles, seed=seed
         )
+
+
+def answers(kv: KVFlash, prompt: NeedlePrompt) -> Answers:
+    """Of all its questions, once it is read."""
+    return ask_all(kv, prompt, read(kv, prompt, lambda _: None))
 
 
 def n_found(opened: Open, text: NeedlePrompt, **options: Any) -> int:

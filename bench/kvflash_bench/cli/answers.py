@@ -23,7 +23,8 @@ from pyllama_kvflash.cli.read import read_text
 from pyllama_kvflash.cli.report import CellBar, Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, reads, reads_scorer_model, writes
 from pyllama_kvflash.errors import Interrupted, UsageError, counted
-from pyllama_kvflash.loading.load import check_file, why_uncoded
+from pyllama_kvflash.loading.load import check_file
+from pyllama_kvflash.loading.planning import look
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.text import printable
 
@@ -165,9 +166,9 @@ COMMON = params.options(
     click.option("--scorer-model", "--draft-scorer", "scorer_model", metavar="FILE", type=Reads(), default=None,
                  help="Scorer model for variants of policy drafter."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]"),
-    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=kinds.Layers(), default="all",
+    click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=kinds.ALL_LAYERS, default="all",
                  show_default=True, help="Layers to offload to the GPU."),
-    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=kinds.HostLayers(), default=0,
+    click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=kinds.HOST_LAYERS, default=0,
                  show_default=True, help="Keep the experts, or feed-forward weights, of the first N layers in host memory; auto: of as few"
                  " layers as leave room for the pool."),
 )  # fmt: skip
@@ -398,8 +399,9 @@ def feasible(
     """
     if not _untyped("variants") or not any(v.policy == "fresh" for v in variants):
         return variants
-    why = why_uncoded(model, Options(**common))
-    if why is None:
+    with look(model, Options(**common)) as found:
+        why = found.seen.uncoded
+    if why is None or found.seen.refusal is not None:
         return variants
     reporter.note(f"variant fresh is left out: {why}")
     return tuple(v for v in variants if v.policy != "fresh")

@@ -323,6 +323,10 @@ struct kvf_heads {
 LLAMA_API uint64_t kvf_choice_bytes(
         const struct kvf_heads * heads, uint32_t n_layer, uint32_t n_ctx, uint32_t n_seq, uint32_t n_pool, uint32_t n_chunk);
 
+// the bytes of the codes of n positions of a layer, in host memory or in that of a GPU
+LLAMA_API uint64_t kvf_codes_bytes(
+        const struct kvf_heads * heads, uint32_t n_bit_k, uint32_t n_bit_v, uint32_t n, bool on_gpu);
+
 // for tests: pools in host memory that are made from now on have these kernels (struct kvf_gpu), null: the CPU's nodes
 LLAMA_API void kvf_set_host_kernels(const void * kernels);
 

@@ -39,8 +39,7 @@ static std::vector<kvf_codes> codes_of(const kvf_fresh::layer & l, const kvf_fre
 size_t kvf_coarse_size(const kvf_fresh::layer & l, const kvf_fresh::params & p, uint32_t n) {
     size_t res = 0;
     for (const auto & its : codes_of(l, p)) {
-        const uint32_t n_segment = (n + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT;
-        res += its.spread_size() + n_segment * its.mean_size() + (n + UNIT - 1) / UNIT * its.unit_size();
+        res += its.size(n);
     }
     return res;
 }

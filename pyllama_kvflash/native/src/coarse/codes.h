@@ -58,10 +58,15 @@ struct kvf_codes {
     size_t spread_size() const { return n_head * d * sizeof(float); }
     size_t mean_size() const { return n_head * width * sizeof(float); }
     size_t unit_size() const { return n_head * (UNIT * sizeof(uint16_t) + unit_bytes()); }
-    void   get_spread(char * dst) const;
-    void   get_factors(float * dst) const; // [n_head*d]: by which values of queries are multiplied before they are rotated
-    void   get_mean(uint32_t segment, char * dst) const;
-    void   get_unit(uint32_t unit, char * dst) const;
+    size_t n_segment(uint32_t n) const { return (n + SEGMENT - 1) / SEGMENT; }
+    // of n positions
+    size_t size(uint32_t n) const {
+        return spread_size() + n_segment(n) * mean_size() + (n + UNIT - 1) / UNIT * unit_size();
+    }
+    void get_spread(char * dst) const;
+    void get_factors(float * dst) const; // [n_head*d]: by which values of queries are multiplied before they are rotated
+    void get_mean(uint32_t segment, char * dst) const;
+    void get_unit(uint32_t unit, char * dst) const;
     // the segments and units before have been set
     void set_spread(const char * src);
     void set_mean(uint32_t segment, const char * src);

@@ -37,6 +37,7 @@ struct gpu_coarse : kvf_gpu_chooser, kvf_tenant {
 
     // where the device has codes of a layer and a sequence, and how many bytes
     struct place {
+        place(kvf_gpu_places & all, const kvf_codes & c, uint32_t n_ctx);
         size_t codes, scales, means, factors, end;
     };
 
@@ -141,11 +142,31 @@ uint64_t kvf_choice_bytes(
     return kvf_gpu_choice(shape).end + kvf_gpu_coarse(shape).end;
 }
 
+// of n_ctx positions, in whole tiles
+gpu_coarse::place::place(kvf_gpu_places & all, const kvf_codes & c, uint32_t n_ctx) {
+    const size_t n_unit = GGML_PAD((n_ctx + kvf_codes::UNIT - 1) / kvf_codes::UNIT, kvf_codes::TILE) * c.n_head;
+    codes               = all.take(n_unit * c.unit_bytes());
+    scales              = all.take(n_unit * kvf_codes::UNIT * sizeof(uint16_t));
+    means               = all.take(c.n_segment(n_ctx) * c.mean_size());
+    factors             = all.take(c.spread_size());
+    end                 = all.end;
+}
+
+uint64_t kvf_codes_bytes(const kvf_heads * heads, uint32_t n_bit_k, uint32_t n_bit_v, uint32_t n, bool on_gpu) {
+    std::vector<kvf_codes> codes = {{heads->n_kv, heads->n_embd, n_bit_k}};
+    if (heads->n_embd_v) { codes.emplace_back(heads->n_kv, heads->n_embd_v, n_bit_v); }
+    kvf_gpu_places there;
+    uint64_t       here = 0;
+    for (const auto & c : codes) {
+        here += c.size(n);
+        gpu_coarse::place(there, c, n);
+    }
+    return on_gpu ? there.end : here;
+}
+
 // take the memory of codes of whole contexts
 void gpu_coarse::lay_out_codes() {
     const uint32_t n_layer = layers.size();
-    const uint32_t n_tile  = (fresh.its.n_ctx + kvf_codes::TILE * kvf_codes::UNIT - 1) / (kvf_codes::TILE * kvf_codes::UNIT);
-    const uint32_t n_segment = (fresh.its.n_ctx + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT;
 
     const kvf_gpu_coarse in(kvf_gpu_shape::of(fresh));
     kvf_gpu_places       all_codes;
@@ -165,13 +186,7 @@ void gpu_coarse::lay_out_codes() {
                     at[1][i].push_back(at[0][i][seq]); // they are the keys'
                     continue;
                 }
-                const size_t n  = (size_t) n_tile * kvf_codes::TILE * c.n_head;
-                auto &       to = at[kind][i].emplace_back();
-                to.codes        = all_codes.take(n * c.unit_bytes());
-                to.scales       = all_codes.take(n * kvf_codes::UNIT * sizeof(uint16_t));
-                to.means        = all_codes.take(n_segment * c.mean_size());
-                to.factors      = all_codes.take(c.spread_size());
-                to.end          = all_codes.end;
+                at[kind][i].emplace_back(all_codes, c, fresh.its.n_ctx);
             }
         }
     }
