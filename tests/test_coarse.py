@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import codes, families, tiny
+from support.changes import LIBRARY
 from support.coarse_runs import N_READ, N_STEPS, Coarse, apart, coarse_run, rows_instead, steps
 from support.codes import Coded, unpacked
 from support.families import N_EMBD, N_FF, N_SWA, geometry, norms
@@ -25,7 +26,7 @@ from pyllama_kvflash.native import Model, PoolParams, Record, codes_bytes
 from pyllama_kvflash.native.guests import UNIT, Guests
 from pyllama_kvflash.policy.fresh import Heads
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(LIBRARY)]
 exact = pytest.mark.skipif(ON_GPU, reason="exact codes are the CPU's")
 
 QUANTISED_Q = 0.006  # of a quantised cache llama.cpp rounds queries, and weights beside it are of those that are not

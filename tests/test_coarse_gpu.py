@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support import tiny
-from support.changes import LIBRARY
 from support.coarse_runs import N_READ, N_STEPS, apart, coarse_run, steps
 from support.kernels import SOURCES, build_kernels, host_kernels, library
 from support.oracles import CACHES, ON_GPU, SCRIBBLE, Case, Logits, Run, assert_equal
@@ -26,11 +25,13 @@ from pyllama_kvflash.policy.fresh import Heads
 __all__ = ["library"]
 pytestmark = [
     pytest.mark.native,
+    pytest.mark.nightly(
+        r"pyllama_kvflash/native/src/(guests|coarse)/.*|tests/native/cuda/.*|tests/support/(coarse_runs|kernels)\.py"
+    ),
     pytest.mark.skipif(ON_GPU, reason="a GPU has its own: tests/test_coarse.py is about these"),
 ]
 
 NEAR = 0.012  # relative RMS of logits: queries as bytes, weights as bytes or halves, and what else is chosen where shares are alike
-KERNELS = r"pyllama_kvflash/native/src/(guests|coarse)/.*"
 
 Tables = npt.NDArray[np.int32]
 
@@ -71,7 +72,6 @@ def test_it_is_the_attention_of_the_cpu(
     assert same > 0.9
 
 
-@pytest.mark.nightly(KERNELS)
 @pytest.mark.parametrize("cache", ["f16", "f16-nofa", "q8_0"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "qwen35", "gpt-oss", "deepseek2"])
 def test_families(case_of: Callable[..., Case], library: Path, name: str, cache: str) -> None:
@@ -93,7 +93,6 @@ def case_with_heads(tmp_path: Path) -> Iterator[Callable[..., Case]]:
         yield make
 
 
-@pytest.mark.nightly(KERNELS)
 @pytest.mark.parametrize(
     "heads",
     [
@@ -113,7 +112,6 @@ def test_heads_of_all_kinds(
     assert off < NEAR
 
 
-@pytest.mark.nightly(KERNELS)
 def test_a_pass_that_begins_within_a_token(case_with_heads: Callable[..., Case], tmp_path: Path) -> None:
     wrong = mutated(tmp_path, ("skip                 = first % share;", "skip                 = 0;"))
     off, _ = both(case_with_heads(5, 1, 64, "f16"), wrong, bits=(4, 4), n_blocks=4)
@@ -147,7 +145,6 @@ def test_codes_are_those_of_the_cpu(
             np.testing.assert_array_equal(mine, its)
 
 
-@pytest.mark.nightly(LIBRARY)
 def test_segments_begin_as_on_the_cpu(case_of: Callable[..., Case], library: Path) -> None:
     """With a mean of their own, or that of the segment before; whatever is put at once."""
     model = case_of("qwen3").model
@@ -262,7 +259,6 @@ def mutated(folder: Path, *changes: tuple[str, str]) -> Path:
     return build_kernels(folder, {name: change(name) for name in names})
 
 
-@pytest.mark.nightly(KERNELS)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_seen(case_of: Callable[..., Case], tmp_path: Path, name: str) -> None:
     case = case_of("deepseek2" if name == LATE else "qwen3")
@@ -270,7 +266,6 @@ def test_mutants_are_seen(case_of: Callable[..., Case], tmp_path: Path, name: st
     assert not off < NEAR  # NaN, too
 
 
-@pytest.mark.nightly(KERNELS)
 @pytest.mark.parametrize("is_right", [True, False])
 def test_logits_rise(case_of: Callable[..., Case], tmp_path: Path, is_right: bool) -> None:
     """Whenever one is larger than those before it, what is relative to these is so again."""
@@ -302,7 +297,6 @@ EARLY = {
 }
 
 
-@pytest.mark.nightly(KERNELS)
 @pytest.mark.parametrize("read", EARLY)
 def test_kernels_that_begin_early(case_of: Callable[..., Case], tmp_path: Path, read: str) -> None:
     wrong = [EARLY[read]] if EARLY[read] else []
@@ -310,7 +304,6 @@ def test_kernels_that_begin_early(case_of: Callable[..., Case], tmp_path: Path, 
     assert (off < NEAR) == (not wrong)
 
 
-@pytest.mark.nightly(KERNELS)
 @pytest.mark.parametrize("is_right", [True, False])
 def test_free_slots_are_filled(case_of: Callable[..., Case], library: Path, tmp_path: Path, is_right: bool) -> None:
     """With any units and their rows. The CPU leaves them free, and exchanges soon make up for it: so the first steps tell."""

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from support import families, tiny
+from support.changes import LIBRARY
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -21,7 +22,7 @@ from pyllama_kvflash.errors import Interrupted, NativeError, PoolError, Unsuppor
 from pyllama_kvflash.native import LAST, NONE, Context, ExactContext, Layer, Model, PaneParams, Record
 from pyllama_kvflash.native.lib import check, ffi, lib
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(LIBRARY)]
 
 TABLE = Path(__file__).parent.parent / "docs" / "FAMILIES.md"
 
@@ -38,7 +39,7 @@ def cells() -> list[Any]:
     lines = [line.strip("|").split("|") for line in TABLE.read_text().splitlines() if line[:1] == "|"]
     (_, *caches), _, *found = [[cell.strip(" `") for cell in line] for line in lines]
     return [
-        pytest.param(name, cache, id=f"{name}-{cache}", marks=families.marks(name, cache))
+        pytest.param(name, cache, id=f"{name}-{cache}")
         for name, *verdicts in found
         for cache, verdict in zip(caches, verdicts, strict=True)
         if verdict == "exact"

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from support import families, tiny
+from support.changes import LIBRARY
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -24,7 +25,7 @@ from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.native import CACHE_TYPES, Model, Record
 from pyllama_kvflash.native.lib import lib
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(LIBRARY)]
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -145,14 +146,8 @@ def read_table() -> dict[tuple[str, str], str]:
 #
 
 
-def marks_of(name: str, cache: str) -> list[pytest.MarkDecorator]:
-    return [] if (name, cache) in REFUSED else families.marks(name, cache)
-
-
-@pytest.mark.parametrize(
-    ("name", "cache"),
-    [pytest.param(name, cache, marks=marks_of(name, cache)) for name in FAMILIES for cache in CACHES],
-)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_cell(tiny_model: Callable[[str], Model], name: str, cache: str) -> None:
     assert check_cell(tiny_model(name), cache) == read_table()[name, cache]
 

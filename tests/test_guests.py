@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import codes, kernels, tiny
+from support.changes import LIBRARY
 from support.coarse_runs import EXACT, N_READ, N_STEPS, Coarse, coarse_run
 from support.kernels import host_kernels
 from support.oracles import CACHES, ON_GPU, Case, Run, rows
@@ -23,7 +24,7 @@ from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.native import Layer, Model, Record
 from pyllama_kvflash.native.guests import UNIT
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(LIBRARY)]
 
 library = kernels.library
 

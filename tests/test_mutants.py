@@ -151,6 +151,20 @@ def test_nightly_tests_are_run_where_their_files_have_changed(
     assert daily.get_closest_marker("skip") is None
 
 
+@pytest.mark.parametrize(("changed", "n_run"), [([], 2), (["pyllama_kvflash/native/lib.py"], 4)])
+def test_of_a_sampled_test_the_first_values_are_run(
+    request: pytest.FixtureRequest, changed: list[str], n_run: int
+) -> None:
+    names = ("a[1]", "a[2]", "a[3]", "b")
+    items = [pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None) for name in names]
+    for item in items:
+        item.add_marker(pytest.mark.sampled("pyllama_kvflash/native/.*"))
+    leave_out_nightly(items, Changes("0123456789abcdef", frozenset(changed)))
+    ran = [item.name for item in items if item.get_closest_marker("skip") is None]
+    assert len(ran) == n_run
+    assert {"a[1]", "b"} <= set(ran)
+
+
 def test_of_crossed_values_those_are_daily_that_differ_in_one() -> None:
     params = crossed("ab", [1, 2], {"x": 1, "y": 2})
     assert len(params) == 8

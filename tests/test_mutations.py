@@ -23,7 +23,7 @@ from support.oracles import CACHES, TOKENS, Case, Difference, Step, forge, rows
 from pyllama_kvflash.errors import PoolError, RecordError
 from pyllama_kvflash.native import Layer, Model, Record
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(LIBRARY)]
 
 Records = dict[int, Record]
 Sabotage = Callable[[Records, Sequence[Layer]], None]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import tiny
+from support.changes import LIBRARY
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -46,7 +47,7 @@ from pyllama_kvflash.errors import ModelError, PoolError, RecordError, Unsupport
 from pyllama_kvflash.native import CACHE_TYPES, Model, Record
 from pyllama_kvflash.native.lib import ffi, lib
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(LIBRARY)]
 
 
 @pytest.fixture(scope="module", params=params())

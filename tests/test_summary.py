@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import LIBRARY
 from support.summaries import (
     BF16,
     KINDS,
@@ -28,7 +29,7 @@ from pyllama_kvflash.errors import UnsupportedError, UsageError
 from pyllama_kvflash.native import Layer, Record, Summaries
 from pyllama_kvflash.native.summary import SLAB
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(LIBRARY)]
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 

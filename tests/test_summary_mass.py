@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support import tiny
+from support.changes import LIBRARY
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -29,7 +30,7 @@ from pyllama_kvflash.native import Layer, Summaries
 from pyllama_kvflash.native.summary import SLAB
 from pyllama_kvflash.policy import Qk
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(LIBRARY)]
 
 
 #

@@ -19,7 +19,7 @@ from support.transfers import CHUNK, POOL
 
 from pyllama_kvflash.native import Model
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(LIBRARY)]
 
 TYPES = ("f16", "q8_0", "f16-nofa")
 

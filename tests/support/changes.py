@@ -31,7 +31,10 @@ SCORING = (
 GRAMMARS = r"pyllama_kvflash/json_schema/.*|pyllama_kvflash/native/.*|pyllama_kvflash/engine/(steps|writer)\.py"
 DRAFTS = r"pyllama_kvflash/engine/(steps|writer)\.py|pyllama_kvflash/pool/speculation\.py|pyllama_kvflash/native/.*|patches/.*"
 ENGINE = r"pyllama_kvflash/(engine|loading|native|policy|pool|scorers|snapshot)/.*|pyllama_kvflash/options\.py|patches/.*|vendor/.*"
-LIBRARY = r"pyllama_kvflash/native/.*|patches/.*|vendor/.*|CMakeLists\.txt|tests/native/.*"
+LIBRARY = (
+    r"pyllama_kvflash/native/.*|patches/.*|vendor/.*|CMakeLists\.txt|cffi_build\.py|tests/native/.*"
+    r"|tests/support/(coarse_runs|families|models|oracles|tiny|transfers)\.py"
+)
 """Files by what they do, each for the tests that show the same as long as these are as they were."""
 
 
@@ -91,10 +94,14 @@ def crossed(*values: Iterable[Any]) -> list[Any]:
 
 
 def leave_out_nightly(items: list[pytest.Item], since: Changes) -> None:
-    """Skip tests that are marked nightly, but for those whose own file has changed, or one that their mark names."""
+    """Skip tests that are marked nightly, but for those whose own file has changed, or one that their mark names. Where the mark is
+    `sampled`, the first combination of a test's values is run in any case.
+    """
     skipped = pytest.mark.skip(reason=f"nightly; its files are as at {since.base[:10]}: `make test-all` runs it")
+    seen = set()
     for item in items:
-        own = re.escape(item.path.relative_to(ROOT).as_posix())
-        nightly = list(item.iter_markers("nightly"))
-        if nightly and not since.touch(own, *(pattern for mark in nightly for pattern in mark.args)):
+        own, test = re.escape(item.path.relative_to(ROOT).as_posix()), item.nodeid.partition("[")[0]
+        marks = [*item.iter_markers("nightly"), *(item.iter_markers("sampled") if test in seen else ())]
+        seen.add(test)
+        if marks and not since.touch(own, *(pattern for mark in marks for pattern in mark.args)):
             item.add_marker(skipped)

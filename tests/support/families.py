@@ -7,10 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
-
-from support.changes import LIBRARY
-from support.models import NAMES
 
 if TYPE_CHECKING:
     from support.tiny import Writer
@@ -306,11 +302,3 @@ MODELS: dict[str, Callable[["Writer"], None]] = {
 """The models by their name, which is their architecture but for those in ARCHS."""
 
 ARCHS = {"laguna-swa": "laguna"}
-
-
-def marks(name: str, cache: str) -> list[pytest.MarkDecorator]:
-    """Of a cell of families and caches. Each family is run with F16, one of each kind of memory with Q8_0, and the first one with
-    each cache; the others where the library has changed.
-    """
-    daily = cache == "f16" or name == NAMES[0] or (name in NAMES and cache == "q8_0")
-    return [] if daily else [pytest.mark.nightly(LIBRARY)]
