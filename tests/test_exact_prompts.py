@@ -23,7 +23,11 @@ from pyllama_kvflash.native import LAST, Context, PoolParams, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pool.step import Part, advance_exactly
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.sampled(ENGINE),
+    pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order"),
+]
 
 CHUNK, N_POOL, N_UBATCH = 16, 256, 128
 SINKS, TAIL = 1, 4

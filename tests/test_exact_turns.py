@@ -24,7 +24,11 @@ from pyllama_kvflash.pool import checkpoints
 from pyllama_kvflash.pool.speculation import Drafts
 from pyllama_kvflash.snapshot.cache import PrefixCache
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.sampled(ENGINE),
+    pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order"),
+]
 
 snap = snapshots.snap
 wordless = snapshots.wordless

@@ -27,7 +27,11 @@ from pyllama_kvflash.options import LOOKAHEAD, RECURRENT_LOOKAHEAD, Options, Spe
 from pyllama_kvflash.policy.lookahead import Length, Lookahead
 from pyllama_kvflash.pool.exact import ExactReader
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.sampled(ENGINE),
+    pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order"),
+]
 
 known = lossless.known
 snap = snapshots.snap

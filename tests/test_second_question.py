@@ -22,7 +22,7 @@ from pyllama_kvflash.options import Spec
 from pyllama_kvflash.pool.pager import Pager
 from pyllama_kvflash.text import n_common
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 snap = snapshots.snap
 wordless = snapshots.wordless

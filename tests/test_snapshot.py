@@ -43,7 +43,7 @@ from pyllama_kvflash.options import Spec
 from pyllama_kvflash.policy import Schedule
 from pyllama_kvflash.pool import checkpoints
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 saved = snapshots.saved
 snap = snapshots.snap

@@ -22,7 +22,7 @@ from support.oracles import CACHES, N_CTX, Case, Logits, Run, Step, assert_equal
 from pyllama_kvflash.errors import PoolError, UnsupportedError
 from pyllama_kvflash.native import Model
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 FAR = 16384
 NAN = 0xFF  # as every byte of an F16
