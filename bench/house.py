@@ -23,8 +23,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "product, Python": ("pyllama_kvflash/**/*.py", "cffi_build.py"),
     "native/src": ("pyllama_kvflash/native/src/**/*",),
     "product, web page": ("pyllama_kvflash/serve/static/*",),
-    "benches": ("bench/**/*.py", "bench/**/*.sh"),
+    "benches": ("bench/*.py", "bench/*.sh", "bench/kvflash_bench/**/*.py"),
     "tests, Python": ("tests/**/*.py",),
+    "tests of benches": ("bench/tests/*.py",),
     "tests, C++": ("tests/native/**/*",),
     "documents": ("*.md", "docs/**/*.md"),
 }

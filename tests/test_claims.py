@@ -212,7 +212,7 @@ NOT_RUN = {
     r"-hf |hf:": "the Hub is not reached",
     r"--rpc ": "needs servers",
     r"convert-draft drafter/ (?!--dry-run)": "tests/test_convert.py runs it, with a model that the drafter is for",
-    r"bench ": "takes minutes: tests/test_bench_commands.py runs all with small figures",
+    r"bench ": "takes minutes: bench/tests/test_bench_commands.py runs all with small figures",
     r"demo": "takes a minute: tests/test_cli_relevance.py runs it on a shorter text",
     r"cache ": "of the user's own folder",
     r"plan model.gguf -c": "plans for this machine's GPU",

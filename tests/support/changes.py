@@ -18,7 +18,7 @@ SERVE = (
     r"|tests/support/(browser|processes|serving)\.py|tests/data/tools\.jinja"
 )
 """The server's own files, and what its tests are made with."""
-BENCHES = r"bench/kvflash_bench/.*|pyllama_kvflash/cli/(demo|needles)\.py|tests/support/benches\.py"
+BENCHES = r"bench/kvflash_bench/.*|bench/tests/(benches|speeds)\.py|pyllama_kvflash/cli/(demo|needles)\.py"
 SNAPSHOT = r"pyllama_kvflash/snapshot/.*|pyllama_kvflash/pool/(disk|host_memory|host_store)\.py|pyllama_kvflash/cli/(cache|warm)\.py"
 SCORERS = r"pyllama_kvflash/scorers/.*|pyllama_kvflash/pool/selector\.py|pyllama_kvflash/policy/scorers\.py"
 HUB = r"pyllama_kvflash/(files|hub)\.py|pyllama_kvflash/cli/(fetch|params|run)\.py"

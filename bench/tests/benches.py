@@ -10,11 +10,11 @@ from typing import Any
 import click
 import pytest
 from click.testing import Result
+from support import commands
 
 from pyllama_kvflash.cli import main
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
-from support import commands
 
 FILES = {f"results.{kind}" for kind in ("md", "csv", "json", "jsonl", "png")}  # what a bench writes
 ONE_THREAD = {"n_threads": 1}

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import speeds
-from support.benches import ignore
+import speeds
+from benches import ignore
+from speeds import ENGINE, random_tokens
 from support.oracles import ON_CPU
-from support.speeds import ENGINE, random_tokens
 
 from kvflash_bench import shape_tensors, shapes
 from kvflash_bench import speed as speed_bench

@@ -11,10 +11,10 @@ from click.testing import Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import speeds
-from support.benches import good, invoke, refused
+import speeds
+from benches import good, invoke, refused
+from speeds import ENGINE, random_tokens
 from support.oracles import ON_GPU
-from support.speeds import ENGINE, random_tokens
 
 from kvflash_bench import paging as paging_bench
 from kvflash_bench import speed as speed_bench

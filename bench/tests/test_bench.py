@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import benches
-from support.benches import ONE_THREAD, ignore, png, result, stored
+import benches
+from benches import ONE_THREAD, ignore, png, result, stored
 
 from kvflash_bench import figures, sweep
 from kvflash_bench.figures import heat_map, kld_figure

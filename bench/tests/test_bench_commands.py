@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import benches
-from support.benches import FILES, FORGETFUL, good, invoke, png, refused, result, stored, type_examples
+import benches
+from benches import FILES, FORGETFUL, good, invoke, png, refused, result, stored, type_examples
 from support.changes import BENCHES
 from support.commands import SCRIPT
 

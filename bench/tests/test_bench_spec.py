@@ -14,7 +14,7 @@ from click.testing import Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.benches import FILES, good, isolate, refused
+from benches import FILES, good, isolate, refused
 from support.changes import BENCHES
 from support.drafting import width_noise
 from support.rounding import Chosen

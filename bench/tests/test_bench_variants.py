@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import benches
-from support.benches import good, invoke
+import benches
+from benches import good, invoke
 from support.changes import BENCHES
 
 from kvflash_bench import ruler as ruler_bench

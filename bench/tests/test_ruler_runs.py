@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import benches
-from support.benches import FILES, good, ignore, refused
+import benches
+from benches import FILES, good, ignore, refused
 from support.changes import BENCHES
 
 from kvflash_bench import kld, ruler_tables

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import benches
+import benches
 
 from kvflash_bench import hidden, ruler_tables
 from kvflash_bench.figures import ruler_figure

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benches import isolate
 
 from kvflash_bench import paging as paging_bench
 from kvflash_bench import shapes
 from kvflash_bench.shapes import shape_file
-from support.benches import isolate
 
 ENGINE = {"n_threads": 1, "type_k": "q8_0", "type_v": "q8_0", "flash_attn": "on"}
 

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import benches
-from support.benches import ONE_THREAD, ignore
+import benches
+from benches import ONE_THREAD, ignore
 from support.changes import BENCHES
 from support.oracles import ON_CPU
 
