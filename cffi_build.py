@@ -188,7 +188,7 @@ enum kvf_outputs { KVF_OUTPUTS_NONE, KVF_OUTPUTS_LAST, KVF_OUTPUTS_ALL, ... };
 
 struct kvf_pool_params {
     uint32_t n_pool; uint32_t n_chunk; uint32_t q_tap; uint64_t fingerprint; uint32_t q_every;
-    uint32_t n_exchange; uint32_t coarse_k; uint32_t coarse_v; uint32_t late;
+    uint32_t n_exchange; uint32_t coarse_k; uint32_t coarse_v;
     struct llama_context * panes;
 };
 struct kvf_heads { uint32_t n_query; uint32_t n_kv; uint32_t n_embd; uint32_t n_embd_v; };

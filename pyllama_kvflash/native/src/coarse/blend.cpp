@@ -32,9 +32,9 @@ void kvf_coarse_on_cpu::begin(llama_seq_id seq) {
     }
 }
 
-bool kvf_coarse_on_cpu::chooses_before(llama_seq_id seq, uint32_t layer) const {
+bool kvf_coarse_on_cpu::chooses(llama_seq_id seq) const {
     const auto & s = fresh.sequences[seq];
-    return s.n_fill > 0 && !s.tokens.empty() && (!fresh.its.late || has_free(seq, layer));
+    return s.n_fill > 0 && !s.tokens.empty();
 }
 
 kvf_coarse_on_cpu::work kvf_coarse_on_cpu::make_work(llama_seq_id seq, const node & at, bool attends) const {
@@ -47,7 +47,7 @@ kvf_coarse_on_cpu::work kvf_coarse_on_cpu::make_work(llama_seq_id seq, const nod
     w.seq       = seq;
     w.layer     = layer;
     w.attends   = attends;
-    w.keeps     = at.chooses && s.tokens.size() == 1 && chooses_before(seq, layer);
+    w.keeps     = at.chooses && s.tokens.size() == 1 && chooses(seq);
     w.n_head_kv = info.n_head_kv;
     w.group     = info.n_head / info.n_head_kv;
     for (size_t i = 0, next = 0; i < s.tokens.size(); ++i) {
@@ -105,7 +105,7 @@ void kvf_coarse_on_cpu::compute(const node & at, const ggml_tensor * q_all, bool
     static thread_local queries q;
     for (size_t seq = 0; seq < own.size(); ++seq) {
         const auto & s = fresh.sequences[seq];
-        if (s.tokens.empty() || s.n == 0 || (!attends && !chooses_before(seq, at.layer))) { continue; }
+        if (s.tokens.empty() || s.n == 0 || (!attends && !chooses(seq))) { continue; }
         auto w = make_work(seq, at, attends);
         place(w);
         q.set = false;
@@ -202,19 +202,19 @@ void kvf_coarse_on_cpu::mix(const node & at, ggml_tensor * dst, int ith, int nth
     }
 }
 
-void kvf_coarse_on_cpu::choose(const node & at, bool before) {
+void kvf_coarse_on_cpu::choose(const node & at) {
     begin_choice();
     for (size_t seq = 0; seq < own.size(); ++seq) {
         const auto & s = fresh.sequences[seq];
-        if (before ? !chooses_before(seq, at.layer) : s.n_fill == 0 || s.tokens.empty()) { continue; }
-        const auto         w = make_work(seq, at, !before);
+        if (!chooses(seq)) { continue; }
+        const auto         w = make_work(seq, at, false);
         std::vector<float> score(s.n_unit());
         for (uint32_t head = 0; head < w.n_head_kv; ++head) {
             for (uint32_t query = 0; query < w.n_query(); ++query) {
                 if (w.asking[query / w.group] < 0) { continue; }
                 const auto  t   = total_of(w, head, query, KVF_NONE);
                 const float all = t.near + t.far;
-                if (w.keeps && before) {
+                if (w.keeps) {
                     auto & o = own[seq];
 
                     o.all[head * w.group + query]            = t.top + logf(all);

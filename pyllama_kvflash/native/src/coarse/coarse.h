@@ -11,8 +11,7 @@
 // llama.cpp's own attention sees the pool. Two nodes of the graph after it compute what the codes of all other positions
 // would give, and the share w of all weights that these have; its result becomes (1 - w)*its own + w*that of the codes. Each
 // position is in exactly one of the two: `open` says which, by the tables of units of 16. Two nodes before it choose the
-// units that a layer has in the pool, by their shares of the attention, which the codes tell, too; with `late` they only
-// fill slots that are free, and another one after it chooses for the next token.
+// units that a layer has in the pool, by their shares of the attention, which the codes tell, too.
 //
 // Work is cut into tasks that do not depend on the number of threads, and so are the sums.
 
@@ -130,7 +129,7 @@ private:
     void add_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * chosen, node & at);
     work make_work(llama_seq_id seq, const node & at, bool attends) const;
     void place(work & w) const;
-    bool chooses_before(llama_seq_id seq, uint32_t layer) const;
+    bool chooses(llama_seq_id seq) const;
     bool is_far(const work & w, uint32_t i) const { return i < (w.n_part == w.n_far + w.n_near ? w.n_far : 1); }
     void prepare(const work & w, const ggml_tensor * q_all, uint32_t head, uint32_t batch, queries & res) const;
     void run(const work & w, const node & at, const ggml_tensor * q_all, uint32_t task, queries & q);
@@ -146,7 +145,7 @@ private:
 
     void compute(const node & at, const ggml_tensor * q, bool attends, int ith, int nth);
     void mix(const node & at, ggml_tensor * dst, int ith, int nth);
-    void choose(const node & at, bool before);
+    void choose(const node & at);
 
     size_t shares_at(const work & w, uint32_t head, uint32_t query) const {
         return ((size_t) w.asking[query / w.group] * n_head + head * w.group + query % w.group);

@@ -63,7 +63,6 @@ struct kvf_fresh {
         uint32_t n_ctx; // of a sequence
         uint32_t n_seq;
         uint32_t coarse_k, coarse_v; // bits of codes
-        bool     late;               // layers choose after their attention, for the next token
     };
 
     struct layer {

@@ -110,7 +110,7 @@ void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
         }
     }
     const kvf_fresh::params params  = {g_setup->n_exchange, cparams.n_ctx_seq, cparams.n_seq_max, g_setup->coarse_k,
-             g_setup->coarse_v, g_setup->late != 0};
+             g_setup->coarse_v};
     const auto              is_bits = [](uint32_t n) { return n == 2 || n == 4 || n == 32; };
     if (!is_bits(params.coarse_k) || !is_bits(params.coarse_v)) {
         refuse(KVF_E_ARGUMENT, "codes have 2 or 4 bits a value; 32 are exact");
