@@ -62,8 +62,8 @@ kvf_coarse_on_cpu::work kvf_coarse_on_cpu::make_work(llama_seq_id seq, const nod
     w.n_batch  = (w.n_query() + KVF_MOST_Q - 1) / KVF_MOST_Q;
     w.n_far    = (s.n + KVF_TILE - 1) / KVF_TILE;
     w.n_near   = std::max(1u, (w.n_cell + KVF_TILE - 1) / KVF_TILE);
-    // few tokens: a part of its own for each tile, so that all threads have something to do
-    w.n_part = s.tokens.size() <= FEW ? w.n_far + w.n_near : 2;
+    w.few      = s.tokens.size() <= FEW;
+    w.n_part   = w.few ? w.n_far + w.n_near : 2;
     return w;
 }
 
@@ -96,7 +96,7 @@ kvf_coarse_on_cpu::total kvf_coarse_on_cpu::total_of(const work & w, uint32_t he
     }
     for (uint32_t i = 0; i < w.n_part; ++i) {
         auto p = part_of(w, head, query, i);
-        (is_far(w, i) ? res.far : res.near) += p.sum() > 0 ? p.sum() * expf(p.top() - res.top) : 0;
+        (w.is_far(i) ? res.far : res.near) += p.sum() > 0 ? p.sum() * expf(p.top() - res.top) : 0;
     }
     return res;
 }
@@ -125,16 +125,10 @@ void kvf_coarse_on_cpu::run(const work & w, const node & at, const ggml_tensor *
         std::fill_n(parts[j].at, 2 + width, 0.0f);
         parts[j].top() = KVF_NONE;
     }
-    if (w.n_part > 2 || w.n_far + w.n_near <= 2) {
-        if (i < w.n_far) {
-            far(w, at, head, i, q, parts);
-        } else if (i - w.n_far < w.n_near) {
-            near(w, at, head, i - w.n_far, q, parts);
-        }
-        return;
-    }
-    for (uint32_t tile = 0; tile < (i ? w.n_near : w.n_far); ++tile) {
-        i ? near(w, at, head, tile, q, parts) : far(w, at, head, tile, q, parts);
+    const bool     is_far = w.is_far(i);
+    const uint32_t n = is_far ? w.n_far : w.n_near, first = !w.few ? 0 : is_far ? i : i - w.n_far;
+    for (uint32_t tile = first; tile < (w.few ? first + 1 : n); ++tile) {
+        is_far ? far(w, at, head, tile, q, parts) : near(w, at, head, tile, q, parts);
     }
 }
 
@@ -176,7 +170,7 @@ void kvf_coarse_on_cpu::mix(const node & at, ggml_tensor * dst, int ith, int nth
                 std::fill(values.begin(), values.end(), 0.0f);
                 for (uint32_t i = 0; i < w.n_part; ++i) {
                     auto p = part_of(w, head, query, i);
-                    if (is_far(w, i) && p.sum() > 0) {
+                    if (w.is_far(i) && p.sum() > 0) {
                         kvf_add_times(values.data(), p.values(), v.width, expf(p.top() - t.top) / t.far);
                     }
                 }

@@ -2,31 +2,11 @@
 
 #include "coarse/coarse.h"
 
-#include "llama-graph.h"
 #include "llama-hparams.h"
 
 #include <algorithm>
 
 static constexpr uint32_t UNIT = kvf_fresh::UNIT;
-
-namespace {
-
-// whether a graph has the nodes
-struct coarse_input : llm_graph_input_i {
-    explicit coarse_input(const kvf_fresh & fresh) : fresh(fresh), there(fresh.has_coarse()), out(fresh.has_out()) {}
-
-    void set_input(const llama_ubatch *) override {}
-    bool can_reuse(const llm_graph_params &) override { return there == fresh.has_coarse() && out == fresh.has_out(); }
-
-    const kvf_fresh & fresh;
-    const bool        there, out;
-};
-
-} // namespace
-
-void kvf_add_coarse_input(const kvf_fresh & fresh, llm_graph_result * res) {
-    res->add_input(std::make_unique<coarse_input>(fresh));
-}
 
 std::unique_ptr<kvf_chooser> kvf_coarse_chooser(kvf_fresh & fresh) { return std::make_unique<kvf_coarse_on_cpu>(fresh); }
 
@@ -175,23 +155,9 @@ static ggml_tensor * add_node(ggml_context * ctx, ggml_tensor * like, ggml_tenso
     return ggml_custom_4d(ctx, GGML_TYPE_F32, ne[0], ne[1], ne[2], ne[3], args, n, f, GGML_N_TASKS_MAX, data);
 }
 
-void kvf_coarse_on_cpu::add_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * chosen, node & at) {
-    auto * res = add_node(
-            ctx, nullptr, &chosen, 1,
-            [](ggml_tensor *, int ith, int nth, void * data) {
-                const auto & at = *(const node *) data;
-                at.owner->fetch_chosen(at.layer, ith, nth);
-            },
-            &at);
-    ggml_format_name(res, "coarse_fetch-%u", at.layer);
-    ggml_build_forward_expand(gf, res);
-}
-
-void kvf_coarse_on_cpu::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
-        int32_t il, uint32_t layer) {
-    if (layer == 0) { kvf_add_coarse_input(fresh, res); }
-
-    if (!fresh.has_coarse() || fresh.layers[layer].info.il != il) { return; }
+void kvf_coarse_on_cpu::build(
+        ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *, ggml_tensor * q, float scale, int32_t il, uint32_t layer) {
+    if (fresh.layers[layer].info.il != il) { return; }
 
     auto & at = nodes[il];
     at        = {this, layer, scale, true, false};
@@ -213,13 +179,19 @@ void kvf_coarse_on_cpu::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_re
             },
             &at);
     ggml_format_name(args[0], "coarse_choose-%u", layer);
-    add_fetch(ctx, gf, args[0], at);
+    args[0] = add_node(
+            ctx, nullptr, args, 1,
+            [](ggml_tensor *, int ith, int nth, void * data) {
+                const auto & at = *(const node *) data;
+                at.owner->fetch_chosen(at.layer, ith, nth);
+            },
+            &at);
+    ggml_format_name(args[0], "coarse_fetch-%u", layer);
+    ggml_build_forward_expand(gf, args[0]);
 }
 
 ggml_tensor * kvf_coarse_on_cpu::blend(ggml_context * ctx, ggml_cgraph *, ggml_tensor * q, float scale, ggml_tensor * cur,
         ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) {
-    if (!fresh.has_coarse()) { return cur; }
-
     auto & at = nodes[il];
     at        = {this, layer, scale, fresh.layers[layer].info.il == il, by_head};
 
