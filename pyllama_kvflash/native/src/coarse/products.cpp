@@ -30,12 +30,6 @@ static constexpr uint32_t QUAD = kvf_codes::QUAD;
 
 typedef int32_t four_words __attribute__((vector_size(16)));
 
-template <typename T> static inline __attribute__((always_inline)) T vector_at(const void * x) {
-    T res;
-    memcpy(&res, x, sizeof(res));
-    return res;
-}
-
 //
 // Sets of instructions. Each has vectors of some size, whether the processor has it, and what coarse/loops.h takes: sums of
 // words, to each of which four products of codes with bytes are added; and codes by position, four of a value side by side
@@ -179,16 +173,16 @@ void kvf_codes::exact_products(uint32_t head, uint32_t first, uint32_t n_unit, c
     for (uint32_t u = 0; u < n_unit; ++u) {
         lanes_f sum = {};
         for (uint32_t i = 0; i < width; ++i) {
-            sum += vector_at<lanes_f>(unit(first + u, head) + i * sizeof(lanes_f)) * query[i];
+            sum += vector_at(unit(first + u, head) + i * sizeof(lanes_f)) * query[i];
         }
         memcpy(res + (size_t) u * LANES, &sum, sizeof(sum));
     }
 }
 
 void kvf_codes::exact_sum(uint32_t head, uint32_t u, const float * weights, float factor, float * res) const {
-    const lanes_f w = vector_at<lanes_f>(weights) * factor;
+    const lanes_f w = vector_at(weights) * factor;
     for (uint32_t i = 0; i < width; ++i) {
-        res[i] += sum_lanes(vector_at<lanes_f>(unit(u, head) + i * sizeof(lanes_f)) * w);
+        res[i] += sum_lanes(vector_at(unit(u, head) + i * sizeof(lanes_f)) * w);
     }
 }
 
