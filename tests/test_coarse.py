@@ -98,8 +98,8 @@ CUTS = {"first": range(1, 2), "some": (1, 2, 5, 9, 10), "most": range(1, 13)}
 @pytest.mark.parametrize("name", NAMES)
 def test_exact_codes_are_the_full_cache(case_of: Callable[..., Case], name: str, cache: str) -> None:
     case = case_of(name, cache)
-    for n_blocks, late in ((0, 0), (4, 0), (4, 1)):
-        assert is_full_cache(case, coarse_run(case, n_blocks=n_blocks, late=late)), (n_blocks, late)
+    for n_blocks in (0, 4):
+        assert is_full_cache(case, coarse_run(case, n_blocks=n_blocks)), n_blocks
 
 
 @exact
@@ -185,7 +185,7 @@ def test_other_means_and_spreads_are_seen(case_of: Callable[..., Case], change: 
 def test_rows_of_another_unit_are_seen(case_of: Callable[..., Case]) -> None:
     """A table that names units whose rows are not in the slots: another layer's choice."""
     case = case_of("qwen3")
-    made = coarse_run(case, n_blocks=4, late=1)
+    made = coarse_run(case, n_blocks=4)
     made.run.feed(1)
     _, units = made.guests.tables()
     made.guests.place(units)  # as it was

@@ -31,27 +31,40 @@ pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="a GPU has its own: tests/test_coarse.py is about these"),
 ]
 
-NEAR = 0.012  # relative RMS of logits: queries as bytes, weights as bytes or halves, and what else is chosen where shares are alike
+NEAR = 0.01  # relative RMS of logits: queries as bytes, weights as bytes or halves
 
-Tables = npt.NDArray[np.int32]
+Tables = list[npt.NDArray[np.int32]]
+BATCHES = [1] * (N_STEPS // 2) + [N_STEPS // 2]
 
 
-def run(case: Case, *, placed: bool = True, **options: Any) -> tuple[Logits, Tables]:
-    """Logits of the steps, and the units of each layer at their end. placed: the first token has the same guests wherever it runs."""
-    made = coarse_run(case, late=1, **options)
+def run(case: Case, *, follows: Tables | None = None, placed: bool = True, **options: Any) -> tuple[Logits, Tables]:
+    """Logits of the steps; and the units of each layer before each batch, and at the end.
+
+    placed: the first token has the same guests wherever it runs. follows: units before each batch; then layers choose none.
+    """
+    made = coarse_run(case, **options, **({"n_exchange": 0} if follows else {}))
+    logits, tables = [], []
     with made.run as run:
         units = made.guests.tables()[1]
         if units.size and placed:
             made.guests.place(np.tile(4 + np.arange(units.shape[1], dtype=np.int32), (len(units), 1)))
-        return steps(run), made.guests.tables()[1]
+        for i, n in enumerate(BATCHES):
+            if follows:
+                made.guests.place(follows[i])
+            tables.append(made.guests.tables()[1])
+            logits.append(run.feed_at_once(n))
+        return np.concatenate(logits), [*tables, made.guests.tables()[1]]
 
 
 def both(case: Case, library: Path, **options: Any) -> tuple[float, float]:
-    """How far the kernels' logits are from the CPU's, of tokens one by one or at once, and the share of guests that are the same."""
-    want, units = run(case, **options)
+    """How far the kernels' logits are from the CPU's, of tokens one by one or at once, and the share of guests that are the same.
+
+    The kernels choose for the next token, the CPU for this one: it has the kernels' guests, and chooses in a run of its own.
+    """
     with host_kernels(library):
-        got, others = run(case, **options)
-    same = [len(set(a) & set(b)) / len(a) for a, b in zip(units.tolist(), others.tolist(), strict=True) if a]
+        got, tables = run(case, **options)
+    (want, _), (_, others) = run(case, follows=tables, **options), run(case, **options)
+    same = [len(set(a) & set(b)) / len(a) for a, b in zip(tables[-1].tolist(), others[-1].tolist(), strict=True) if a]
     off = max(apart(got[part], want[part]) for part in (slice(N_STEPS // 2), slice(N_STEPS // 2, None)))
     return off, float(np.mean(same)) if same else 1.0
 
@@ -69,7 +82,7 @@ def test_it_is_the_attention_of_the_cpu(
     off, same = both(case_of("qwen3"), library, bits=bits, n_blocks=n_blocks)
     print(off, same)
     assert off < NEAR
-    assert same > 0.9
+    assert same > 0.85
 
 
 @pytest.mark.parametrize("cache", ["f16", "f16-nofa", "q8_0"])
@@ -120,7 +133,7 @@ def test_a_pass_that_begins_within_a_token(case_with_heads: Callable[..., Case],
 
 def test_nothing_outside_is_the_stock_cache(case_of: Callable[..., Case], library: Path) -> None:
     case = case_of("qwen3")
-    with host_kernels(library), coarse_run(case, bits=(4, 4), out=(), late=1).run as run:
+    with host_kernels(library), coarse_run(case, bits=(4, 4), out=()).run as run:
         assert_equal(run.feed(N_STEPS, 1), case.stock_logits[-N_STEPS:])
 
 
@@ -139,7 +152,7 @@ def test_codes_are_those_of_the_cpu(
     with of_cpu.run:
         want = of_cpu.guests.saved_codes(n)
     with host_kernels(library):
-        made = coarse_run(case, bits=bits, late=1)
+        made = coarse_run(case, bits=bits)
     with made.run:
         for mine, its in zip(made.guests.saved_codes(n), want, strict=True):
             np.testing.assert_array_equal(mine, its)
@@ -172,7 +185,7 @@ def test_saved_codes_go_on(case_of: Callable[..., Case], library: Path) -> None:
     """With the same bits, in a sequence that is given them."""
     case = case_of("qwen3")
     with host_kernels(library):
-        one, two = coarse_run(case, bits=(4, 2), late=1), coarse_run(case, bits=(4, 2), late=1)
+        one, two = coarse_run(case, bits=(4, 2)), coarse_run(case, bits=(4, 2))
     with one.run as a, two.run as b:
         n = one.guests.info().n
         blobs = one.guests.saved_codes(n)
@@ -186,7 +199,7 @@ def test_saved_codes_are_put_back_by_threads(case_of: Callable[..., Case], libra
     """Those of different layers at once, in a context that had none: its memory for them is laid out once."""
     case = case_of("qwen3")
     with host_kernels(library):
-        one, other = coarse_run(case, bits=(4, 2), late=1), case.pool(1280, coarse=(4, 2), n_exchange=4, late=1)
+        one, other = coarse_run(case, bits=(4, 2)), case.pool(1280, coarse=(4, 2), n_exchange=4)
     with one.run as a, other as b:
         b.feed(N_READ)
         records = [b.read(c) for c in range(N_READ // 64)]
@@ -207,7 +220,7 @@ def test_saved_codes_are_put_back_by_threads(case_of: Callable[..., Case], libra
 def test_kernels_take_what_is_kept_free(case_of: Callable[..., Case], library: Path, name: str, n_ctx: int) -> None:
     """But for what tables have whose rows are counted as larger than they are."""
     with host_kernels(library):
-        made = coarse_run(case_of(name), bits=(4, 2), n_ctx=n_ctx, late=1)
+        made = coarse_run(case_of(name), bits=(4, 2), n_ctx=n_ctx)
     with made.run:
         heads, n_cells = tuple(map(Heads.of, made.guests.layers)), -(-n_ctx // 256) * 256
         codes = sum(codes_bytes(h, (4, 2), n_cells, on_gpu=True) for h in heads)
@@ -306,10 +319,9 @@ def test_kernels_that_begin_early(case_of: Callable[..., Case], tmp_path: Path, 
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_free_slots_are_filled(case_of: Callable[..., Case], library: Path, tmp_path: Path, is_right: bool) -> None:
-    """With any units and their rows. The CPU leaves them free, and exchanges soon make up for it: so the first steps tell."""
+    """With any units and their rows: those that the CPU has there from the beginning."""
     fetch = "fetch(p, seq, ask.blocks(seq), moves, n, threadIdx.x / 32, WARPS);"
-    options: dict[str, Any] = {"bits": (4, 4), "n_blocks": 4, "placed": False}
-    want, _ = run(case_of("qwen3"), **options)
     with host_kernels(library if is_right else mutated(tmp_path, (fetch, ""))):
-        got, _ = run(case_of("qwen3"), **options)
-    assert (apart(got[:8], want[:8]) < 4 * NEAR) == is_right
+        got, tables = run(case_of("qwen3"), bits=(4, 4), n_blocks=4, n_exchange=0, placed=False)
+    want, _ = run(case_of("qwen3"), bits=(4, 4), n_blocks=4, follows=[tables[-1]] * len(BATCHES))
+    assert (apart(got, want) < NEAR) == is_right

@@ -450,61 +450,39 @@ def test_only_exact_batches(tiny_model: Callable[[str], Model]) -> None:
         run.decode(10)
 
 
-@pytest.mark.parametrize("n", [1, 5])
-@pytest.mark.parametrize(
-    ("pos", "n_record", "message"),
-    [
-        (0, 0, "a record of this pool for each chunk"),
-        (0, 2, "a record of this pool for each chunk"),
-        (64, 1, "a record of this pool for each chunk"),
-        (200, 3, "a record of this pool for each chunk"),
-        (-1, 1, "does not fit the context"),
-        (N_CTX, 17, "does not fit the context"),
-        (1 << 30, 1, "does not fit the context"),
-        ((1 << 31) - 1, 1, "does not fit the context"),
-    ],
-)
-def test_batch_that_is_refused(
-    tiny_model: Callable[[str], Model], n: int, pos: int, n_record: int, message: str
-) -> None:
+RECORDS, FITS = "a record of this pool for each chunk", "does not fit the context"
+
+
+def test_batches_that_are_refused(tiny_model: Callable[[str], Model]) -> None:
     """In words, and the next one is as if nothing had been asked."""
-    with Pass(tiny_model("qwen3"), cache_of("f16"), ALL_LAYERS) as run:
+    with (
+        Pass(tiny_model("qwen3"), cache_of("f16"), ALL_LAYERS) as run,
+        Run(tiny_model("qwen3"), n_ctx=N_CTX) as stock,
+    ):
         run.decode(100)
-        records = [np.zeros(run.info.record_bytes, np.uint8) for _ in range(n_record)]
-        with pytest.raises(UsageError, match=message):
-            run.ctx.decode_into(run.pool.ctx, TOKENS[:n], pos, records)
+        for pos, n_record, message in (
+            *((pos, n, RECORDS) for pos, n in ((0, 0), (0, 2), (64, 1), (200, 3))),
+            *((pos, 17, FITS) for pos in (-1, N_CTX, 1 << 30, (1 << 31) - 1)),
+        ):
+            records = [np.zeros(run.info.record_bytes, np.uint8) for _ in range(n_record)]
+            for n in (1, 5):
+                with pytest.raises(UsageError, match=message):
+                    run.ctx.decode_into(run.pool.ctx, TOKENS[:n], pos, records)
+        with pytest.raises(UsageError, match=RECORDS):
+            run.ctx.decode_into(run.pool.ctx, TOKENS[:10], 100, [run.records[0], run.records[1][:-1]])
+        place = run.ctx.handle, run.pool.ctx.handle, 0, 100, ffi.from_buffer("int32_t[]", TOKENS), 10, LAST
+        missing = ffi.new("void *[]", [ffi.from_buffer(run.records[0]), ffi.NULL])
+        with pytest.raises(UsageError, match=RECORDS):
+            check(lib.kvf_decode_exact(*place, missing, 2, len(run.records[0])))
+        for n in (0, N_UBATCH + 1):
+            with pytest.raises(UsageError, match="1 to n_ubatch tokens"):
+                run.ctx.decode_into(run.pool.ctx, TOKENS[:n], 0, run.records)
+        with pytest.raises(UsageError, match="pooled context is needed"):
+            run.ctx.decode_into(stock.ctx, TOKENS[:10], 0, run.records)
         got = run.decode(30)
     with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
         run.decode(100)
         assert np.array_equal(run.decode(30), got)
-
-
-def test_size_of_a_batch(tiny_model: Callable[[str], Model]) -> None:
-    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
-        for n in (0, N_UBATCH + 1):
-            with pytest.raises(UsageError, match="1 to n_ubatch tokens"):
-                run.decode(n)
-        with (
-            Run(tiny_model("qwen3"), n_ctx=N_CTX) as stock,
-            pytest.raises(UsageError, match="pooled context is needed"),
-        ):
-            run.ctx.decode_into(stock.ctx, TOKENS[:10], 0, run.records)
-
-
-def test_record_that_is_missing(tiny_model: Callable[[str], Model]) -> None:
-    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
-        run.decode(100)
-        place = run.ctx.handle, run.pool.ctx.handle, 0, 100, ffi.from_buffer("int32_t[]", TOKENS), 10, LAST
-        records = ffi.new("void *[]", [ffi.from_buffer(run.records[0]), ffi.NULL])
-        with pytest.raises(UsageError, match="a record of this pool for each chunk"):
-            check(lib.kvf_decode_exact(*place, records, 2, len(run.records[0])))
-
-
-def test_record_that_is_too_short(tiny_model: Callable[[str], Model]) -> None:
-    with Pass(tiny_model("qwen3"), cache_of("f16")) as run:
-        run.decode(100)
-        with pytest.raises(UsageError, match="a record of this pool for each chunk"):
-            run.ctx.decode_into(run.pool.ctx, TOKENS[:10], 100, [run.records[0], run.records[1][:-1]])
 
 
 @pytest.mark.parametrize(("name", "cache"), [("qwen3", "q8_0"), ("qwen35", "f16"), ("gemma4", "f16")])

@@ -31,18 +31,14 @@ library = kernels.library
 OUT = range(4, 40)  # units that are out of the pool as common ones
 N_BLOCKS, N_EXCHANGE = 6, 4  # blocks of guests; and how many coarse_run() lets a layer exchange
 
-# before the attention, or after it for the next token; or after it by the kernels of a GPU, on the CPU
-HOW = [
-    pytest.param("before", marks=pytest.mark.skipif(ON_GPU, reason="a GPU chooses after its attention")),
-    "late",
-    pytest.param("kernels", marks=pytest.mark.skipif(ON_GPU, reason="a GPU has its own")),
-]
+# before the attention on a CPU, after it for the next token on a GPU; or by the kernels of a GPU, on the CPU
+HOW = ["native", pytest.param("kernels", marks=pytest.mark.skipif(ON_GPU, reason="a GPU has its own"))]
 Make = Callable[..., Coarse]
 
 
 def makes(request: pytest.FixtureRequest, how: str) -> Make:
     exact = not ON_GPU and how != "kernels"
-    set_to: dict[str, Any] = {"bits": EXACT if exact else (4, 4), "late": how != "before", "q_tap": True}
+    set_to: dict[str, Any] = {"bits": EXACT if exact else (4, 4), "q_tap": True}
 
     def make(model: Model, **more: Any) -> Coarse:
         case = Case(model, CACHES["f16"], n_prompt=N_READ, n_steps=N_STEPS)
@@ -177,7 +173,7 @@ def test_heads_of_all_kinds(
     with Model.load(tmp_path / "model.gguf") as model:
         made = makes(request, how)(model)
         with made.run:
-            if how == "before":
+            if how == "native" and not ON_GPU:
                 check_fills_with_the_best(made, cap)
             check_the_worst_go_for_the_best(made, cap)
 

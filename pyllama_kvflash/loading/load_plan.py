@@ -10,9 +10,6 @@ from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.device import RESERVE, DeviceBytes
 from pyllama_kvflash.policy.sizing import BATCH, n_panes
 
-LATE = 0
-"""Whether CPU layers choose guests for the next token, as GPU layers do, rather than before their own attention. Set by a bench."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tap:
@@ -107,7 +104,7 @@ def coded(pool: PoolParams, options: Options) -> PoolParams:
     coarse = CoarseForm.of(options.coarse)
     if coarse is None:
         return pool
-    return replace(pool, coarse_k=coarse.k, coarse_v=coarse.v, n_exchange=options.n_swaps, late=LATE)
+    return replace(pool, coarse_k=coarse.k, coarse_v=coarse.v, n_exchange=options.n_swaps)
 
 
 def _tap(policy: str, query: str, options: Options, n_layer: int) -> Tap:

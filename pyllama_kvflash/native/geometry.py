@@ -14,7 +14,6 @@ class PoolParams:
     q_every: queries are kept in every q_every-th layer.
     n_exchange: the most guests of a layer that a ubatch exchanges.
     coarse_k, coarse_v: bits of the codes of keys and values, 2 or 4; 0: no codes, and no guests.
-    late: whether guests are chosen after the attention, for the next token, rather than before it.
     """
 
     n_pool: int
@@ -25,7 +24,6 @@ class PoolParams:
     n_exchange: int = 0
     coarse_k: int = 0
     coarse_v: int = 0
-    late: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

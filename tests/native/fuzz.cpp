@@ -178,7 +178,6 @@ struct fuzz {
         if (coarse) {
             pparams.coarse_k   = set.coarse_k;
             pparams.coarse_v   = set.coarse_v;
-            pparams.late       = set.seed % 2;
             pparams.n_exchange = 1 + set.seed % 5;
             cparams.n_seq_max  = 2;
             cparams.kv_unified = true;

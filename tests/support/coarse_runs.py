@@ -27,12 +27,13 @@ def coarse_run(
     bits: tuple[int, int] = EXACT,
     out: Sequence[int] = range(1, 10),
     n_blocks: int = 0,
+    n_exchange: int = 4,
     n_cover: int = N_READ // 64,
     forged: Sequence[Record] | None = None,
     **more: Any,
 ) -> Coarse:
     """Chunks `out` leave the pool; the first n_cover have codes, of their records or of forged ones."""
-    run = case.pool(1280, coarse=bits, n_exchange=4, **more)
+    run = case.pool(1280, coarse=bits, n_exchange=n_exchange, **more)
     run.feed(N_READ)
     records = [run.read(c) for c in range(N_READ // 64)]
     for c in out:

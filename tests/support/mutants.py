@@ -172,9 +172,9 @@ MUTANTS = [
     ),
     Mutant(
         "scales come back in the slot of the first head",
-        "coarse/codes",
-        "memcpy(scales.data() + slot(u, h) * UNIT",
-        "memcpy(scales.data() + slot(u, 0) * UNIT",
+        "coarse/coarse",
+        "copy(its.scale(u, head), UNIT",
+        "copy(its.scale(u, 0), UNIT",
         options=FOUR_BITS,
     ),
     Mutant("a tile ends with its last unit", "coarse/codes", "GGML_PAD(n_unit, TILE)", "n_unit", options=FOUR_BITS),

@@ -89,16 +89,14 @@ class Run:
         tokens: npt.NDArray[np.int32] = TOKENS,
         n_exchange: int = 0,
         coarse: tuple[int, int] | None = None,
-        late: int = 0,
     ) -> None:
         """pool: cells, None for a stock context. Batches have several ubatches if they are larger than 256.
 
-        coarse: bits of the codes of keys and values; 32: exact. n_exchange: guests that a layer exchanges. late: layers choose
-        for the next token.
+        coarse: bits of the codes of keys and values; 32: exact. n_exchange: guests that a layer exchanges.
         """
         params = PoolParams(n_pool=pool, n_chunk=chunk, q_tap=q_tap, fingerprint=fingerprint) if pool else None
         if params and coarse:
-            params = replace(params, coarse_k=coarse[0], coarse_v=coarse[1], n_exchange=n_exchange, late=late)
+            params = replace(params, coarse_k=coarse[0], coarse_v=coarse[1], n_exchange=n_exchange)
         self.ctx = Context(
             model,
             n_ctx=n_ctx,

@@ -74,7 +74,6 @@ struct kvf_pool_params {
     // and there are no guests
     uint32_t coarse_k;
     uint32_t coarse_v;
-    uint32_t late; // guests are chosen after the attention, for the next token; 0: before it, for this one
     // a paned context of the same model. A GPU has its codes in the memory of the panes, if that is large enough
     // (least_bytes), but while an exact batch is computed: then they are on the host. It must outlive this one. null: codes
     // have memory of their own

@@ -32,9 +32,9 @@ void kvf_coarse_on_cpu::begin(llama_seq_id seq) {
     }
 }
 
-bool kvf_coarse_on_cpu::chooses_before(llama_seq_id seq, uint32_t layer) const {
+bool kvf_coarse_on_cpu::chooses(llama_seq_id seq) const {
     const auto & s = fresh.sequences[seq];
-    return s.n_fill > 0 && !s.tokens.empty() && (!fresh.its.late || has_free(seq, layer));
+    return s.n_fill > 0 && !s.tokens.empty();
 }
 
 kvf_coarse_on_cpu::work kvf_coarse_on_cpu::make_work(llama_seq_id seq, const node & at, bool attends) const {
@@ -47,7 +47,7 @@ kvf_coarse_on_cpu::work kvf_coarse_on_cpu::make_work(llama_seq_id seq, const nod
     w.seq       = seq;
     w.layer     = layer;
     w.attends   = attends;
-    w.keeps     = at.chooses && s.tokens.size() == 1 && chooses_before(seq, layer);
+    w.keeps     = at.chooses && s.tokens.size() == 1 && chooses(seq);
     w.n_head_kv = info.n_head_kv;
     w.group     = info.n_head / info.n_head_kv;
     for (size_t i = 0, next = 0; i < s.tokens.size(); ++i) {
@@ -62,8 +62,8 @@ kvf_coarse_on_cpu::work kvf_coarse_on_cpu::make_work(llama_seq_id seq, const nod
     w.n_batch  = (w.n_query() + KVF_MOST_Q - 1) / KVF_MOST_Q;
     w.n_far    = (s.n + KVF_TILE - 1) / KVF_TILE;
     w.n_near   = std::max(1u, (w.n_cell + KVF_TILE - 1) / KVF_TILE);
-    // few tokens: a part of its own for each tile, so that all threads have something to do
-    w.n_part = s.tokens.size() <= FEW ? w.n_far + w.n_near : 2;
+    w.few      = s.tokens.size() <= FEW;
+    w.n_part   = w.few ? w.n_far + w.n_near : 2;
     return w;
 }
 
@@ -96,7 +96,7 @@ kvf_coarse_on_cpu::total kvf_coarse_on_cpu::total_of(const work & w, uint32_t he
     }
     for (uint32_t i = 0; i < w.n_part; ++i) {
         auto p = part_of(w, head, query, i);
-        (is_far(w, i) ? res.far : res.near) += p.sum() > 0 ? p.sum() * expf(p.top() - res.top) : 0;
+        (w.is_far(i) ? res.far : res.near) += p.sum() > 0 ? p.sum() * expf(p.top() - res.top) : 0;
     }
     return res;
 }
@@ -105,7 +105,7 @@ void kvf_coarse_on_cpu::compute(const node & at, const ggml_tensor * q_all, bool
     static thread_local queries q;
     for (size_t seq = 0; seq < own.size(); ++seq) {
         const auto & s = fresh.sequences[seq];
-        if (s.tokens.empty() || s.n == 0 || (!attends && !chooses_before(seq, at.layer))) { continue; }
+        if (s.tokens.empty() || s.n == 0 || (!attends && !chooses(seq))) { continue; }
         auto w = make_work(seq, at, attends);
         place(w);
         q.set = false;
@@ -125,16 +125,10 @@ void kvf_coarse_on_cpu::run(const work & w, const node & at, const ggml_tensor *
         std::fill_n(parts[j].at, 2 + width, 0.0f);
         parts[j].top() = KVF_NONE;
     }
-    if (w.n_part > 2 || w.n_far + w.n_near <= 2) {
-        if (i < w.n_far) {
-            far(w, at, head, i, q, parts);
-        } else if (i - w.n_far < w.n_near) {
-            near(w, at, head, i - w.n_far, q, parts);
-        }
-        return;
-    }
-    for (uint32_t tile = 0; tile < (i ? w.n_near : w.n_far); ++tile) {
-        i ? near(w, at, head, tile, q, parts) : far(w, at, head, tile, q, parts);
+    const bool     is_far = w.is_far(i);
+    const uint32_t n = is_far ? w.n_far : w.n_near, first = !w.few ? 0 : is_far ? i : i - w.n_far;
+    for (uint32_t tile = first; tile < (w.few ? first + 1 : n); ++tile) {
+        is_far ? far(w, at, head, tile, q, parts) : near(w, at, head, tile, q, parts);
     }
 }
 
@@ -176,7 +170,7 @@ void kvf_coarse_on_cpu::mix(const node & at, ggml_tensor * dst, int ith, int nth
                 std::fill(values.begin(), values.end(), 0.0f);
                 for (uint32_t i = 0; i < w.n_part; ++i) {
                     auto p = part_of(w, head, query, i);
-                    if (is_far(w, i) && p.sum() > 0) {
+                    if (w.is_far(i) && p.sum() > 0) {
                         kvf_add_times(values.data(), p.values(), v.width, expf(p.top() - t.top) / t.far);
                     }
                 }
@@ -202,19 +196,19 @@ void kvf_coarse_on_cpu::mix(const node & at, ggml_tensor * dst, int ith, int nth
     }
 }
 
-void kvf_coarse_on_cpu::choose(const node & at, bool before) {
+void kvf_coarse_on_cpu::choose(const node & at) {
     begin_choice();
     for (size_t seq = 0; seq < own.size(); ++seq) {
         const auto & s = fresh.sequences[seq];
-        if (before ? !chooses_before(seq, at.layer) : s.n_fill == 0 || s.tokens.empty()) { continue; }
-        const auto         w = make_work(seq, at, !before);
+        if (!chooses(seq)) { continue; }
+        const auto         w = make_work(seq, at, false);
         std::vector<float> score(s.n_unit());
         for (uint32_t head = 0; head < w.n_head_kv; ++head) {
             for (uint32_t query = 0; query < w.n_query(); ++query) {
                 if (w.asking[query / w.group] < 0) { continue; }
                 const auto  t   = total_of(w, head, query, KVF_NONE);
                 const float all = t.near + t.far;
-                if (w.keeps && before) {
+                if (w.keeps) {
                     auto & o = own[seq];
 
                     o.all[head * w.group + query]            = t.top + logf(all);

@@ -2,31 +2,11 @@
 
 #include "coarse/coarse.h"
 
-#include "llama-graph.h"
 #include "llama-hparams.h"
 
 #include <algorithm>
 
 static constexpr uint32_t UNIT = kvf_fresh::UNIT;
-
-namespace {
-
-// whether a graph has the nodes
-struct coarse_input : llm_graph_input_i {
-    explicit coarse_input(const kvf_fresh & fresh) : fresh(fresh), there(fresh.has_coarse()), out(fresh.has_out()) {}
-
-    void set_input(const llama_ubatch *) override {}
-    bool can_reuse(const llm_graph_params &) override { return there == fresh.has_coarse() && out == fresh.has_out(); }
-
-    const kvf_fresh & fresh;
-    const bool        there, out;
-};
-
-} // namespace
-
-void kvf_add_coarse_input(const kvf_fresh & fresh, llm_graph_result * res) {
-    res->add_input(std::make_unique<coarse_input>(fresh));
-}
 
 std::unique_ptr<kvf_chooser> kvf_coarse_chooser(kvf_fresh & fresh) { return std::make_unique<kvf_coarse_on_cpu>(fresh); }
 
@@ -44,20 +24,22 @@ size_t kvf_coarse_size(const kvf_fresh::layer & l, const kvf_fresh::params & p, 
     return res;
 }
 
-// The bytes of n positions in the order of positions, so that those of fewer are their beginning: what rows are divided by,
-// and at a segment's first unit its means
-template <typename C, typename S, typename M, typename U>
-static void each_part(C & all, uint32_t n, const S & spread, const M & mean, const U & unit) {
+// copy(bytes, size) what n positions have, in their order, so that the bytes of fewer are the beginning: what rows are
+// divided by, and at a segment's first unit its means
+template <typename F> static void each_part(std::vector<kvf_codes> & all, uint32_t n, const F & copy) {
     constexpr uint32_t each = kvf_codes::SEGMENT / UNIT;
     for (auto & its : all) {
-        spread(its);
+        copy(its.spread_data(), its.spread_size());
     }
     for (uint32_t u = 0; u < (n + UNIT - 1) / UNIT; ++u) {
         for (auto & its : all) {
-            if (u % each == 0) { mean(its, u / each); }
+            if (u % each == 0) { copy(its.mean(u / each, 0), its.mean_size()); }
         }
         for (auto & its : all) {
-            unit(its, u);
+            for (uint32_t head = 0; head < its.n_head; ++head) {
+                copy(its.scale(u, head), UNIT * sizeof(uint16_t));
+                copy(its.unit(u, head), its.unit_bytes());
+            }
         }
     }
 }
@@ -145,40 +127,21 @@ void kvf_coarse_on_cpu::put(
 }
 
 void kvf_coarse_codes::get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) {
-    each_part(
-            all[seq][layer].all, n,
-            [&](const kvf_codes & its) {
-                its.get_spread(dst);
-                dst += its.spread_size();
-            },
-            [&](const kvf_codes & its, uint32_t i) {
-                its.get_mean(i, dst);
-                dst += its.mean_size();
-            },
-            [&](const kvf_codes & its, uint32_t i) {
-                its.get_unit(i, dst);
-                dst += its.unit_size();
-            });
+    each_part(all[seq][layer].all, n, [&](const void * from, size_t size) {
+        memcpy(dst, from, size);
+        dst += size;
+    });
 }
 
 void kvf_coarse_codes::set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) {
     for (auto & each : all[seq][layer].all) {
-        each.reserve(fresh.its.n_ctx); // at once: units come one by one
+        each.reserve(fresh.its.n_ctx);
+        if (n > 0) { each.memory(n); }
     }
-    each_part(
-            all[seq][layer].all, n,
-            [&](kvf_codes & its) {
-                its.set_spread(src);
-                src += its.spread_size();
-            },
-            [&](kvf_codes & its, uint32_t i) {
-                its.set_mean(i, src);
-                src += its.mean_size();
-            },
-            [&](kvf_codes & its, uint32_t i) {
-                its.set_unit(i, src);
-                src += its.unit_size();
-            });
+    each_part(all[seq][layer].all, n, [&](void * to, size_t size) {
+        memcpy(to, src, size);
+        src += size;
+    });
 }
 
 //
@@ -191,23 +154,9 @@ static ggml_tensor * add_node(ggml_context * ctx, ggml_tensor * like, ggml_tenso
     return ggml_custom_4d(ctx, GGML_TYPE_F32, ne[0], ne[1], ne[2], ne[3], args, n, f, GGML_N_TASKS_MAX, data);
 }
 
-void kvf_coarse_on_cpu::add_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * chosen, node & at) {
-    auto * res = add_node(
-            ctx, nullptr, &chosen, 1,
-            [](ggml_tensor *, int ith, int nth, void * data) {
-                const auto & at = *(const node *) data;
-                at.owner->fetch_chosen(at.layer, ith, nth);
-            },
-            &at);
-    ggml_format_name(res, "coarse_fetch-%u", at.layer);
-    ggml_build_forward_expand(gf, res);
-}
-
-void kvf_coarse_on_cpu::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
-        int32_t il, uint32_t layer) {
-    if (layer == 0) { kvf_add_coarse_input(fresh, res); }
-
-    if (!fresh.has_coarse() || fresh.layers[layer].info.il != il) { return; }
+void kvf_coarse_on_cpu::build(
+        ggml_context * ctx, ggml_cgraph * gf, llm_graph_result *, ggml_tensor * q, float scale, int32_t il, uint32_t layer) {
+    if (fresh.layers[layer].info.il != il) { return; }
 
     auto & at = nodes[il];
     at        = {this, layer, scale, true, false};
@@ -225,17 +174,23 @@ void kvf_coarse_on_cpu::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_re
             ctx, nullptr, args, 1,
             [](ggml_tensor *, int ith, int, void * data) {
                 const auto & at = *(const node *) data;
-                if (ith == 0) { at.owner->choose(at, true); }
+                if (ith == 0) { at.owner->choose(at); }
             },
             &at);
     ggml_format_name(args[0], "coarse_choose-%u", layer);
-    add_fetch(ctx, gf, args[0], at);
+    args[0] = add_node(
+            ctx, nullptr, args, 1,
+            [](ggml_tensor *, int ith, int nth, void * data) {
+                const auto & at = *(const node *) data;
+                at.owner->fetch_chosen(at.layer, ith, nth);
+            },
+            &at);
+    ggml_format_name(args[0], "coarse_fetch-%u", layer);
+    ggml_build_forward_expand(gf, args[0]);
 }
 
-ggml_tensor * kvf_coarse_on_cpu::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, ggml_tensor * cur,
+ggml_tensor * kvf_coarse_on_cpu::blend(ggml_context * ctx, ggml_cgraph *, ggml_tensor * q, float scale, ggml_tensor * cur,
         ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) {
-    if (!fresh.has_coarse()) { return cur; }
-
     auto & at = nodes[il];
     at        = {this, layer, scale, fresh.layers[layer].info.il == il, by_head};
 
@@ -257,17 +212,5 @@ ggml_tensor * kvf_coarse_on_cpu::blend(ggml_context * ctx, ggml_cgraph * gf, ggm
             },
             &at);
     ggml_format_name(res, "coarse_mix-%d", il);
-    if (!fresh.its.late || fresh.layers[layer].info.il != il) { return res; }
-
-    args[0] = res;
-    args[0] = add_node(
-            ctx, nullptr, args, 1,
-            [](ggml_tensor *, int ith, int, void * data) {
-                const auto & at = *(const node *) data;
-                if (ith == 0) { at.owner->choose(at, false); }
-            },
-            &at);
-    ggml_format_name(args[0], "coarse_late-%d", il);
-    add_fetch(ctx, gf, args[0], at);
     return res;
 }

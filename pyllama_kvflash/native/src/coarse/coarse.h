@@ -11,8 +11,7 @@
 // llama.cpp's own attention sees the pool. Two nodes of the graph after it compute what the codes of all other positions
 // would give, and the share w of all weights that these have; its result becomes (1 - w)*its own + w*that of the codes. Each
 // position is in exactly one of the two: `open` says which, by the tables of units of 16. Two nodes before it choose the
-// units that a layer has in the pool, by their shares of the attention, which the codes tell, too; with `late` they only
-// fill slots that are free, and another one after it chooses for the next token.
+// units that a layer has in the pool, by their shares of the attention, which the codes tell, too.
 //
 // Work is cut into tasks that do not depend on the number of threads, and so are the sums.
 
@@ -36,6 +35,12 @@ struct kvf_coarse_codes {
     void put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n);
     void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst);
     void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src);
+    // those of a layer that a GPU has
+    void drop(llama_seq_id seq, uint32_t layer) {
+        for (auto & its : all[seq][layer].all) {
+            its.drop();
+        }
+    }
 
     std::vector<kvf_coarse_layer> &       operator[](llama_seq_id seq) { return all[seq]; }
     const std::vector<kvf_coarse_layer> & operator[](llama_seq_id seq) const { return all[seq]; }
@@ -47,9 +52,6 @@ private:
 
 // the rows whose mean is that of each segment that begins in chunks first to first + n
 std::vector<kvf_gpu_sampled> kvf_sampled(uint32_t n_chunk, uint32_t first, uint32_t n);
-
-// so that a graph is not used again with codes that was without them, or the other way round
-void kvf_add_coarse_input(const kvf_fresh & fresh, llm_graph_result * res);
 
 struct kvf_coarse_on_cpu : kvf_host_chooser {
     explicit kvf_coarse_on_cpu(kvf_fresh & fresh);
@@ -91,7 +93,9 @@ private:
         std::vector<int32_t>        cells;    // where they are, by place()
         std::vector<float>          open;     // of each unit: 0, its rows are among these cells, or 1
         uint32_t                    group, n_head_kv, n_batch, n_far, n_near, n_part;
+        bool                        few; // each tile is a part, so that all threads have something to do; else there are two
 
+        bool     is_far(uint32_t i) const { return i < (few ? n_far : 1); }
         uint32_t n_query() const { return rows.size() * group; }
         uint32_t n_task() const { return n_head_kv * n_batch * n_part; }
     };
@@ -127,11 +131,9 @@ private:
         float * values() { return at + 2; }
     };
 
-    void add_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * chosen, node & at);
     work make_work(llama_seq_id seq, const node & at, bool attends) const;
     void place(work & w) const;
-    bool chooses_before(llama_seq_id seq, uint32_t layer) const;
-    bool is_far(const work & w, uint32_t i) const { return i < (w.n_part == w.n_far + w.n_near ? w.n_far : 1); }
+    bool chooses(llama_seq_id seq) const;
     void prepare(const work & w, const ggml_tensor * q_all, uint32_t head, uint32_t batch, queries & res) const;
     void run(const work & w, const node & at, const ggml_tensor * q_all, uint32_t task, queries & q);
     void far(const work & w, const node & at, uint32_t head, uint32_t tile, const queries & q, part * parts);
@@ -146,7 +148,7 @@ private:
 
     void compute(const node & at, const ggml_tensor * q, bool attends, int ith, int nth);
     void mix(const node & at, ggml_tensor * dst, int ith, int nth);
-    void choose(const node & at, bool before);
+    void choose(const node & at);
 
     size_t shares_at(const work & w, uint32_t head, uint32_t query) const {
         return ((size_t) w.asking[query / w.group] * n_head + head * w.group + query % w.group);

@@ -203,11 +203,11 @@ void kvf_codes::put(uint32_t pos, const float * rows, uint32_t n) {
                 power += x[i] * x[i];
             }
             if (is_exact()) {
-                memcpy(codes.data() + (unit(u, h) - codes.data()), x.data(), unit_bytes());
+                memcpy(unit(u, h), x.data(), unit_bytes());
                 continue;
             }
             lanes_f    factor = {};
-            uint16_t * scale  = scales.data() + slot(u, h) * UNIT;
+            uint16_t * scale  = this->scale(u, h);
             for (uint32_t l = 0; l < LANES; ++l) {
                 scale[l]        = ggml_fp32_to_fp16(std::min(sqrtf(power[l] / d) * step(), 65504.0f));
                 const float its = ggml_fp16_to_fp32(scale[l]);
@@ -215,7 +215,7 @@ void kvf_codes::put(uint32_t pos, const float * rows, uint32_t n) {
             }
             encode(x.data(), width, factor, n_half(), code.data());
 
-            uint8_t * dst = codes.data() + (unit(u, h) - codes.data());
+            uint8_t * dst = unit(u, h);
             std::fill_n(dst, unit_bytes(), 0);
             for (uint32_t i = 0; i < width; ++i) {
                 const uint32_t quad = i / 4, shift = quad % each * n_bit;
@@ -231,33 +231,9 @@ void kvf_codes::put(uint32_t pos, const float * rows, uint32_t n) {
 // bytes
 //
 
-void kvf_codes::get_spread(char * dst) const { memcpy(dst, spread.data(), spread_size()); }
 void kvf_codes::get_factors(float * dst) const {
     for (size_t i = 0; i < spread.size(); ++i) {
         dst[i] = spread[i] * sign_of(i % d);
-    }
-}
-void kvf_codes::set_spread(const char * src) { memcpy(spread.data(), src, spread_size()); }
-
-void kvf_codes::get_mean(uint32_t segment, char * dst) const { memcpy(dst, mean(segment, 0), mean_size()); }
-
-void kvf_codes::get_unit(uint32_t u, char * dst) const {
-    for (uint32_t h = 0; h < n_head; ++h, dst += unit_size() / n_head) {
-        memcpy(dst, scale(u, h), UNIT * sizeof(uint16_t));
-        memcpy(dst + UNIT * sizeof(uint16_t), unit(u, h), unit_bytes());
-    }
-}
-
-void kvf_codes::set_mean(uint32_t segment, const char * src) {
-    means.resize((size_t) (segment + 1) * n_head * width);
-    memcpy(means.data() + (size_t) segment * n_head * width, src, mean_size());
-}
-
-void kvf_codes::set_unit(uint32_t u, const char * src) {
-    grow(u + 1);
-    for (uint32_t h = 0; h < n_head; ++h, src += unit_size() / n_head) {
-        memcpy(scales.data() + slot(u, h) * UNIT, src, UNIT * sizeof(uint16_t));
-        memcpy(codes.data() + slot(u, h) * unit_bytes(), src + UNIT * sizeof(uint16_t), unit_bytes());
     }
 }
 

@@ -63,20 +63,18 @@ struct kvf_codes {
     size_t size(uint32_t n) const {
         return spread_size() + n_segment(n) * mean_size() + (n + UNIT - 1) / UNIT * unit_size();
     }
-    void get_spread(char * dst) const;
     void get_factors(float * dst) const; // [n_head*d]: by which values of queries are multiplied before they are rotated
-    void get_mean(uint32_t segment, char * dst) const;
-    void get_unit(uint32_t unit, char * dst) const;
-    // the segments and units before have been set
-    void set_spread(const char * src);
-    void set_mean(uint32_t segment, const char * src);
-    void set_unit(uint32_t unit, const char * src);
     // memory for n positions, so that it need not grow
     void reserve(uint32_t n);
     // the codes, scales and means of the first n positions as they lie, whole tiles of them; and none of them, where a GPU
     // has them
     std::array<std::pair<char *, size_t>, 3> memory(uint32_t n);
     void                                     drop();
+
+    float *    spread_data() { return spread.data(); }
+    uint8_t *  unit(uint32_t u, uint32_t head) { return codes.data() + slot(u, head) * unit_bytes(); }
+    uint16_t * scale(uint32_t u, uint32_t head) { return scales.data() + slot(u, head) * UNIT; }
+    float *    mean(uint32_t segment, uint32_t head) { return means.data() + ((size_t) segment * n_head + head) * width; }
 
     const uint8_t *  unit(uint32_t u, uint32_t head) const { return codes.data() + slot(u, head) * unit_bytes(); }
     const uint16_t * scale(uint32_t u, uint32_t head) const { return scales.data() + slot(u, head) * UNIT; }

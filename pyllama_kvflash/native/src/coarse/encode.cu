@@ -8,7 +8,7 @@ static KVF_BOTH uint32_t stride_of(const kvf_gpu_coding & c) { return c.width + 
 // and their bytes, as they come
 static KVF_BOTH size_t rows_at(const kvf_gpu_coding & c) { return GGML_PAD(UNIT * stride_of(c) * sizeof(float), 16); }
 
-static size_t room_of(const kvf_gpu_coder & c) { return rows_at(c.coding) + UNIT * piece_room(c); }
+size_t kvf_coder_memory(const kvf_gpu_coder & c) { return rows_at(c.coding) + UNIT * piece_room(c); }
 
 // n rows of a head, zeros after them, as they were before the cache rotated them. at: which position a row is, counted from
 // the first record on
@@ -160,19 +160,16 @@ static __global__ void __launch_bounds__(AT)
 }
 
 void kvf_sum_rows_of(const kvf_gpu_coders & c, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
-        uint32_t n_value, cudaStream_t stream) {
-    launch(kvf_sum_rows, dim3(c.n_head, c.n), dim3(AT), c.memory, stream, false, c.at, from, some, dst, n_value);
+        uint32_t n_value) {
+    launch(kvf_sum_rows, dim3(c.n_head, c.n), dim3(AT), c.memory, kvf_stream_on(c.at), false, c.at, from, some, dst, n_value);
 }
 
 void kvf_make_means_of(const kvf_gpu_coders & c, uint32_t seq, uint32_t segment, const double * sums, uint32_t n_value,
-        uint32_t n, cudaStream_t stream) {
-    launch(kvf_means, dim3(c.n_head, c.n), dim3(AT), c.memory, stream, false, c.at, seq, segment, sums, n_value, n);
+        uint32_t n) {
+    launch(kvf_means, dim3(c.n_head, c.n), dim3(AT), c.memory, kvf_stream_on(c.at), false, c.at, seq, segment, sums, n_value, n);
 }
 
-void kvf_encode_rows_of(
-        const kvf_gpu_coders & c, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first, cudaStream_t stream) {
+void kvf_encode_rows_of(const kvf_gpu_coders & c, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first) {
     const dim3 grid(from.n * (from.n_chunk / UNIT), c.n_head, c.n);
-    launch(kvf_encode_rows, grid, dim3(AT), c.memory, stream, false, c.at, from, seq, first);
+    launch(kvf_encode_rows, grid, dim3(AT), c.memory, kvf_stream_on(c.at), false, c.at, from, seq, first);
 }
-
-size_t kvf_coder_memory(const kvf_gpu_coder & c) { return room_of(c); }

@@ -20,6 +20,13 @@ typedef int32_t  lanes_i __attribute__((vector_size(LANES * 4)));
 typedef uint32_t lanes_u __attribute__((vector_size(LANES * 4)));
 typedef uint16_t lanes_h __attribute__((vector_size(LANES * 2)));
 
+// what lies at a place, wherever that is
+template <typename T = lanes_f> static inline __attribute__((always_inline)) T vector_at(const void * x) {
+    T res;
+    memcpy(&res, x, sizeof(res));
+    return res;
+}
+
 // memory that begins where a vector may: one that lies across two lines of the cache takes twice as long
 template <typename T> struct kvf_aligner {
     using value_type = T;
@@ -66,10 +73,7 @@ static inline __attribute__((always_inline)) float dot_of(const float * a, const
     lanes_f  sum = {};
     uint32_t i   = 0;
     for (; i + LANES <= n; i += LANES) {
-        lanes_f x, y;
-        memcpy(&x, a + i, sizeof(x));
-        memcpy(&y, b + i, sizeof(y));
-        sum += x * y;
+        sum += vector_at(a + i) * vector_at(b + i);
     }
     float res = sum_lanes(sum);
     for (; i < n; ++i) {
@@ -80,10 +84,7 @@ static inline __attribute__((always_inline)) float dot_of(const float * a, const
 
 // p times 2 to a whole number, which is put together from its bits (Schraudolph 1999)
 static inline __attribute__((always_inline)) lanes_f times_power(lanes_f p, lanes_i whole) {
-    const lanes_i bits = (whole + 127) << 23;
-    lanes_f       power;
-    memcpy(&power, &bits, sizeof(power));
-    return power * p;
+    return (lanes_f) ((whole + 127) << 23) * p;
 }
 
 // e to the x, for x <= 0 (1 for others: lanes that nobody looks at), to a part in 10^5: 2 to the whole part, and a

@@ -2,21 +2,20 @@
 // template can have its target for an argument
 
 template <uint32_t N> KVF_TARGET static void key(const packed & p, const int8_t * q, int32_t * res) {
-    const bytes mask = each_byte((1 << p.n_bit) - 1);
+    const bytes mask = bytes{} + p.mask();
     for (uint32_t u = 0; u < p.n_unit; ++u, res += N * LANES) {
         // some of the positions at a time: the sums of all may be more than there are registers
         for (uint32_t part = 0; part < QUAD; part += sizeof(bytes)) {
             const uint8_t * from = p.at + u * p.stride + part;
             words           sums[N];
-            for (uint32_t i = 0; i < N; ++i) {
-                sums[i] = no_words();
-            }
+            std::fill_n(sums, N, words{});
             for (uint32_t quad = 0; quad < p.n_quad(); from += QUAD) {
-                bytes c = bytes_at(from);
-                for (uint32_t end = quad + p.each(); quad < end; ++quad, c = shifted(c, p.n_bit)) {
-                    const bytes codes = both(c, mask);
+                bytes c = vector_at<bytes>(from);
+                for (uint32_t end = quad + p.each(); quad < end; ++quad, c = (bytes) ((pairs) c >> p.n_bit)) {
+                    const bytes codes = c & mask;
                     for (uint32_t i = 0; i < N; ++i) {
-                        sums[i] = add_fours(sums[i], codes, each_word(four_at(q + i * p.width + quad * 4)));
+                        const int32_t four = vector_at<int32_t>(q + i * p.width + quad * 4);
+                        sums[i]            = add_fours(sums[i], codes, (bytes) (words{} + four));
                     }
                 }
             }
@@ -28,24 +27,28 @@ template <uint32_t N> KVF_TARGET static void key(const packed & p, const int8_t 
 }
 
 template <uint32_t N> KVF_TARGET static void value(const packed & p, const int8_t * w, int32_t * res) {
-    const bytes mask = each_byte((1 << p.n_bit) - 1);
+    const bytes mask = bytes{} + p.mask();
     for (uint32_t quad = 0; quad < p.n_quad(); ++quad) {
         const uint8_t * from  = p.at + quad / p.each() * QUAD;
         const uint32_t  shift = quad % p.each() * p.n_bit;
         words           sums[N];
-        for (uint32_t i = 0; i < N; ++i) {
-            sums[i] = no_words();
-        }
+        std::fill_n(sums, N, words{});
         for (uint32_t u = 0; u < p.n_unit; ++u) {
             for (uint32_t part = 0; part < QUAD; part += sizeof(bytes)) {
-                const bytes codes = turned(both(shifted(bytes_at(from + u * p.stride + part), shift), mask));
+                const bytes codes = (bytes) ((pairs) vector_at<bytes>(from + u * p.stride + part) >> shift) & mask;
+                const bytes its   = turned(codes);
                 for (uint32_t i = 0; i < N; ++i) {
-                    sums[i] = add_fours(sums[i], codes, bytes_at(w + (u * N + i) * QUAD + part));
+                    sums[i] = add_fours(sums[i], its, vector_at<bytes>(w + (u * N + i) * QUAD + part));
                 }
             }
         }
         for (uint32_t i = 0; i < N; ++i) {
-            put_four(res + i * p.width + quad * 4, sums[i]);
+            four_words parts[sizeof(words) / sizeof(four_words)], sum = {};
+            memcpy(parts, &sums[i], sizeof(parts));
+            for (const four_words & part : parts) {
+                sum += part;
+            }
+            memcpy(res + i * p.width + quad * 4, &sum, sizeof(sum));
         }
     }
 }

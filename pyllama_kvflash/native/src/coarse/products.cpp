@@ -6,12 +6,10 @@
 #include <cstring>
 #include <iterator>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__)
 #include <immintrin.h>
-#define KVF_X86 1
-#elif defined(__aarch64__) && defined(__GNUC__)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
-#define KVF_ARM 1
 #ifdef __linux__
 #include <sys/auxv.h>
 #endif
@@ -24,103 +22,42 @@ struct packed {
     uint32_t        n_unit, n_bit, width;
 
     uint32_t each() const { return 8 / n_bit; } // values in a byte
+    uint8_t  mask() const { return (1 << n_bit) - 1; }
     uint32_t n_quad() const { return width / 4; }
 };
 
 static constexpr uint32_t QUAD = kvf_codes::QUAD;
 
-static void unpack(const packed & p, const uint8_t * unit, uint32_t quad, uint8_t * codes) {
-    const uint8_t * from  = unit + quad / p.each() * QUAD;
-    const uint32_t  shift = quad % p.each() * p.n_bit, mask = (1 << p.n_bit) - 1;
-    for (uint32_t i = 0; i < QUAD; ++i) {
-        codes[i] = from[i] >> shift & mask;
-    }
-}
-
-namespace any {
-
-static bool is_here() { return true; }
-
-template <uint32_t N> static void key(const packed & p, const int8_t * q, int32_t * res) {
-    uint8_t codes[QUAD];
-    for (uint32_t u = 0; u < p.n_unit; ++u, res += N * LANES) {
-        int32_t sums[N][LANES] = {};
-        for (uint32_t quad = 0; quad < p.n_quad(); ++quad) {
-            unpack(p, p.at + u * p.stride, quad, codes);
-            for (uint32_t i = 0; i < N; ++i) {
-                const int8_t * x = q + (size_t) i * p.width + quad * 4;
-                for (uint32_t l = 0; l < LANES; ++l) {
-                    sums[i][l] += codes[l * 4] * x[0] + codes[l * 4 + 1] * x[1] + codes[l * 4 + 2] * x[2] +
-                                  codes[l * 4 + 3] * x[3];
-                }
-            }
-        }
-        memcpy(res, sums, sizeof(sums));
-    }
-}
-
-template <uint32_t N> static void value(const packed & p, const int8_t * w, int32_t * res) {
-    uint8_t codes[QUAD];
-    std::fill_n(res, (size_t) N * p.width, 0);
-    for (uint32_t u = 0; u < p.n_unit; ++u) {
-        for (uint32_t quad = 0; quad < p.n_quad(); ++quad) {
-            unpack(p, p.at + u * p.stride, quad, codes);
-            for (uint32_t i = 0; i < N; ++i) {
-                const int8_t * its = w + ((size_t) u * N + i) * QUAD;
-                for (uint32_t l = 0; l < LANES; ++l) {
-                    for (uint32_t k = 0; k < 4; ++k) {
-                        res[i * p.width + quad * 4 + k] += codes[l * 4 + k] * its[l / 4 * 16 + l % 4];
-                    }
-                }
-            }
-        }
-    }
-}
-
-} // namespace any
+typedef int32_t four_words __attribute__((vector_size(16)));
 
 //
-// What coarse/loops.h calls a set of instructions: vectors of codes or other bytes, and of words, each the sum of four
-// products
+// Sets of instructions. Each has vectors of some size, whether the processor has it, and what coarse/loops.h takes: sums of
+// words, to each of which four products of codes with bytes are added; and codes by position, four of a value side by side
+// rather than four values of a position
 //
 
-#if defined(KVF_X86) || defined(KVF_ARM)
+#define KVF_VECTORS(size)                                                                                                   \
+    typedef uint8_t  bytes __attribute__((vector_size(size)));                                                              \
+    typedef uint16_t pairs __attribute__((vector_size(size)));                                                              \
+    typedef int32_t  words __attribute__((vector_size(size)));
 
-static uint32_t four_at(const int8_t * x) {
-    uint32_t res;
-    memcpy(&res, x, sizeof(res));
-    return res;
-}
+#define KVF_TURNED(i)                                                                                                       \
+    i, i + 4, i + 8, i + 12, i + 1, i + 5, i + 9, i + 13, i + 2, i + 6, i + 10, i + 14, i + 3, i + 7, i + 11, i + 15
 
-// four positions of a value side by side, rather than four values of a position
-#define KVF_TURNED 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15
-
-#endif
-
-#ifdef KVF_X86
+#ifdef __x86_64__
 
 #define KVF_TARGET __attribute__((target("avx512f,avx512bw,avx512vnni")))
 namespace vnni {
 
+KVF_VECTORS(64)
+
 static bool is_here() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
 
-using bytes = __m512i;
-using words = __m512i;
-
-KVF_TARGET static inline bytes each_byte(uint8_t x) { return _mm512_set1_epi8(x); }
-KVF_TARGET static inline bytes each_word(uint32_t x) { return _mm512_set1_epi32(x); }
-KVF_TARGET static inline bytes bytes_at(const void * x) { return _mm512_loadu_si512(x); }
-KVF_TARGET static inline bytes both(bytes x, bytes y) { return _mm512_and_si512(x, y); }
-KVF_TARGET static inline bytes shifted(bytes x, uint32_t n) { return _mm512_srli_epi16(x, n); }
-KVF_TARGET static inline bytes turned(bytes x) {
-    return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_setr_epi8(KVF_TURNED)));
+KVF_TARGET static inline words add_fours(words sums, bytes codes, bytes x) {
+    return (words) _mm512_dpbusd_epi32((__m512i) sums, (__m512i) codes, (__m512i) x);
 }
-KVF_TARGET static inline words no_words() { return _mm512_setzero_si512(); }
-KVF_TARGET static inline words add_fours(words sums, bytes codes, bytes x) { return _mm512_dpbusd_epi32(sums, codes, x); }
-KVF_TARGET static inline void  put_four(int32_t * res, words sums) {
-    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
-    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    _mm_storeu_si128((__m128i *) res, four);
+KVF_TARGET static inline bytes turned(bytes x) {
+    return __builtin_shufflevector(x, x, KVF_TURNED(0), KVF_TURNED(16), KVF_TURNED(32), KVF_TURNED(48));
 }
 
 #include "coarse/loops.h"
@@ -131,28 +68,15 @@ KVF_TARGET static inline void  put_four(int32_t * res, words sums) {
 #define KVF_TARGET __attribute__((target("avx2")))
 namespace avx2 {
 
+KVF_VECTORS(32)
+
 static bool is_here() { return __builtin_cpu_supports("avx2"); }
 
-using bytes = __m256i;
-using words = __m256i;
-
-KVF_TARGET static inline bytes each_byte(uint8_t x) { return _mm256_set1_epi8(x); }
-KVF_TARGET static inline bytes each_word(uint32_t x) { return _mm256_set1_epi32(x); }
-KVF_TARGET static inline bytes bytes_at(const void * x) { return _mm256_loadu_si256((const __m256i *) x); }
-KVF_TARGET static inline bytes both(bytes x, bytes y) { return _mm256_and_si256(x, y); }
-KVF_TARGET static inline bytes shifted(bytes x, uint32_t n) { return _mm256_srli_epi16(x, n); }
-KVF_TARGET static inline bytes turned(bytes x) {
-    return _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(_mm_setr_epi8(KVF_TURNED)));
-}
-KVF_TARGET static inline words no_words() { return _mm256_setzero_si256(); }
 // 2*15*127 is less than 2^15
 KVF_TARGET static inline words add_fours(words sums, bytes codes, bytes x) {
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+    return sums + (words) _mm256_madd_epi16(_mm256_maddubs_epi16((__m256i) codes, (__m256i) x), _mm256_set1_epi16(1));
 }
-KVF_TARGET static inline void put_four(int32_t * res, words sums) {
-    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-    _mm_storeu_si128((__m128i *) res, four);
-}
+KVF_TARGET static inline bytes turned(bytes x) { return __builtin_shufflevector(x, x, KVF_TURNED(0), KVF_TURNED(16)); }
 
 #include "coarse/loops.h"
 
@@ -160,41 +84,50 @@ KVF_TARGET static inline void put_four(int32_t * res, words sums) {
 #undef KVF_TARGET
 
 #endif
-#ifdef KVF_ARM
 
-// what any ARM of 64 bits has. a code is a number from 0 to 15, so it is the same with a sign
-namespace arm {
+// vectors that any processor has, or its compiler makes
+namespace sixteen {
 
-using bytes = int8x16_t;
-using words = int32x4_t;
-
-static inline bytes each_byte(uint8_t x) { return vdupq_n_s8(x); }
-static inline bytes each_word(uint32_t x) { return vreinterpretq_s8_u32(vdupq_n_u32(x)); }
-static inline bytes bytes_at(const void * x) { return vld1q_s8((const int8_t *) x); }
-static inline bytes both(bytes x, bytes y) { return vandq_s8(x, y); }
-static inline bytes shifted(bytes x, uint32_t n) {
-    return vreinterpretq_s8_u8(vshlq_u8(vreinterpretq_u8_s8(x), vdupq_n_s8(-(int8_t) n)));
-}
-static inline bytes turned(bytes x) {
-    static const uint8_t turn[] = {KVF_TURNED};
-    return vqtbl1q_s8(x, vld1q_u8(turn));
-}
-static inline words no_words() { return vdupq_n_s32(0); }
-static inline void  put_four(int32_t * res, words sums) { vst1q_s32(res, sums); }
-
-} // namespace arm
-
-#define KVF_TARGET
-namespace neon {
-
-using namespace arm;
+KVF_VECTORS(16)
 
 static bool is_here() { return true; }
 
+static inline bytes turned(bytes x) { return __builtin_shufflevector(x, x, KVF_TURNED(0)); }
+
+} // namespace sixteen
+
+#define KVF_TARGET
+namespace any {
+
+using namespace sixteen;
+
+static inline words add_fours(words sums, bytes codes, bytes x) {
+    typedef int8_t  small __attribute__((vector_size(16)));
+    typedef int16_t products __attribute__((vector_size(32)));
+    typedef int32_t twos __attribute__((vector_size(32)));
+    typedef int64_t fours __attribute__((vector_size(32)));
+
+    const twos  all = (twos) (__builtin_convertvector(codes, products) * __builtin_convertvector((small) x, products));
+    const fours two = (fours) ((all << 16 >> 16) + (all >> 16));
+    return sums + __builtin_convertvector((two << 32 >> 32) + (two >> 32), words);
+}
+
+#include "coarse/loops.h"
+
+} // namespace any
+
+#ifdef __aarch64__
+
+// what any ARM of 64 bits has. a code is a number from 0 to 15, so it is the same with a sign
+namespace neon {
+
+using namespace sixteen;
+
 // 2*15*127 is less than 2^15
 static inline words add_fours(words sums, bytes codes, bytes x) {
-    const int16x8_t low = vmull_s8(vget_low_s8(codes), vget_low_s8(x)), high = vmull_high_s8(codes, x);
-    return vpadalq_s16(sums, vpaddq_s16(low, high));
+    const int8x16_t a = (int8x16_t) codes, b = (int8x16_t) x;
+    const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+    return (words) vpadalq_s16((int32x4_t) sums, vpaddq_s16(low, high));
 }
 
 #include "coarse/loops.h"
@@ -212,7 +145,7 @@ static inline words add_fours(words sums, bytes codes, bytes x) {
 #endif
 namespace dotprod {
 
-using namespace arm;
+using sixteen::bytes, sixteen::pairs, sixteen::words, sixteen::turned;
 
 static bool is_here() {
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -224,7 +157,9 @@ static bool is_here() {
 #endif
 }
 
-KVF_TARGET static inline words add_fours(words sums, bytes codes, bytes x) { return vdotq_s32(sums, codes, x); }
+KVF_TARGET static inline words add_fours(words sums, bytes codes, bytes x) {
+    return (words) vdotq_s32((int32x4_t) sums, (int8x16_t) codes, (int8x16_t) x);
+}
 
 #include "coarse/loops.h"
 
@@ -234,26 +169,20 @@ KVF_TARGET static inline words add_fours(words sums, bytes codes, bytes x) { ret
 #endif
 #endif
 
-static lanes_f floats_at(const uint8_t * unit, uint32_t i) {
-    lanes_f res;
-    memcpy(&res, unit + i * sizeof(res), sizeof(res));
-    return res;
-}
-
 void kvf_codes::exact_products(uint32_t head, uint32_t first, uint32_t n_unit, const float * query, float * res) const {
     for (uint32_t u = 0; u < n_unit; ++u) {
         lanes_f sum = {};
         for (uint32_t i = 0; i < width; ++i) {
-            sum += floats_at(unit(first + u, head), i) * query[i];
+            sum += vector_at(unit(first + u, head) + i * sizeof(lanes_f)) * query[i];
         }
         memcpy(res + (size_t) u * LANES, &sum, sizeof(sum));
     }
 }
 
 void kvf_codes::exact_sum(uint32_t head, uint32_t u, const float * weights, float factor, float * res) const {
-    const lanes_f w = floats_at((const uint8_t *) weights, 0) * factor;
+    const lanes_f w = vector_at(weights) * factor;
     for (uint32_t i = 0; i < width; ++i) {
-        res[i] += sum_lanes(floats_at(unit(u, head), i) * w);
+        res[i] += sum_lanes(vector_at(unit(u, head) + i * sizeof(lanes_f)) * w);
     }
 }
 
@@ -271,13 +200,13 @@ struct loops {
 
 // the best one first
 static const loops LOOPS[] = {
-#ifdef KVF_X86
+#ifdef __x86_64__
         KVF_LOOPS(vnni), KVF_LOOPS(avx2),
 #endif
 #ifdef KVF_DOTPROD
         KVF_LOOPS(dotprod),
 #endif
-#ifdef KVF_ARM
+#ifdef __aarch64__
         KVF_LOOPS(neon),
 #endif
         KVF_LOOPS(any)};

@@ -42,12 +42,8 @@ static inline __attribute__((always_inline)) float most_lane(lanes_f x) {
 KVF_CLONES
 void kvf_scales_of(const uint16_t * scales, uint32_t n, float * dst) {
     for (uint32_t i = 0; i < n; i += LANES) {
-        lanes_h h;
-        memcpy(&h, scales + i, sizeof(h));
-        const lanes_u bits = __builtin_convertvector(h, lanes_u) << 13;
-        lanes_f       x;
-        memcpy(&x, &bits, sizeof(x));
-        x = x * 0x1p112f;
+        const lanes_u bits = __builtin_convertvector(vector_at<lanes_h>(scales + i), lanes_u) << 13;
+        const lanes_f x    = (lanes_f) bits * 0x1p112f;
         memcpy(dst + i, &x, sizeof(x));
     }
 }
@@ -57,11 +53,9 @@ float kvf_logits(const int32_t * sums, uint32_t N, const float * scales, uint32_
         float base, float cap, float * dst) {
     lanes_f most = lanes_f{} + KVF_NONE;
     for (uint32_t u = 0; u < n_unit; ++u) {
-        lanes_i sum;
-        lanes_f scale;
-        memcpy(&sum, sums + (size_t) u * N * LANES, sizeof(sum));
-        memcpy(&scale, scales + (size_t) u * LANES, sizeof(scale));
-        lanes_f x = (__builtin_convertvector(sum, lanes_f) - middle) * (scale * unit) + base;
+        const auto sum   = vector_at<lanes_i>(sums + (size_t) u * N * LANES);
+        const auto scale = vector_at(scales + (size_t) u * LANES);
+        lanes_f    x     = (__builtin_convertvector(sum, lanes_f) - middle) * (scale * unit) + base;
         if (cap > 0) { x = capped(x, cap); }
         most = x > most ? x : most;
         memcpy(dst + (size_t) u * LANES, &x, sizeof(x));
@@ -73,9 +67,7 @@ KVF_CLONES
 float kvf_plain_logits(float * x, uint32_t n_unit, float scale, float base, float cap) {
     lanes_f most = lanes_f{} + KVF_NONE;
     for (uint32_t u = 0; u < n_unit; ++u, x += LANES) {
-        lanes_f y;
-        memcpy(&y, x, sizeof(y));
-        y = y * scale + base;
+        lanes_f y = vector_at(x) * scale + base;
         if (cap > 0) { y = y > KVF_NONE ? capped(y, cap) : y; }
         most = y > most ? y : most;
         memcpy(x, &y, sizeof(y));
@@ -94,10 +86,8 @@ void kvf_weigh(float * x, uint32_t n_unit, float top, float * sums) {
             y[u] = lanes_f{};
             if (u >= n) { continue; }
 
-            lanes_f its;
-            memcpy(&its, x, sizeof(its));
-            y[u] = power_of_two((its - top) * LOG2E);
-            memcpy(x, &y[u], sizeof(its));
+            y[u] = power_of_two((vector_at(x) - top) * LOG2E);
+            memcpy(x, &y[u], sizeof(y[u]));
         }
         const lanes_f all = sums_of(y);
         memcpy(sums + first, &all, n * sizeof(float));
@@ -111,10 +101,7 @@ float kvf_weight_bytes(const float * x, const float * scales, const float * open
 
     lanes_f y[KVF_SUM_UNITS], most = {};
     for (uint32_t u = 0; u < n_unit; ++u) {
-        lanes_f scale;
-        memcpy(&y[u], x + (size_t) u * LANES, sizeof(y[u]));
-        memcpy(&scale, scales + (size_t) u * LANES, sizeof(scale));
-        y[u] = y[u] * scale * open[u];
+        y[u] = vector_at(x + (size_t) u * LANES) * vector_at(scales + (size_t) u * LANES) * open[u];
         most = y[u] > most ? y[u] : most;
     }
     const float top = most_lane(most), factor = top > 0 ? KVF_MOST_BYTE / top : 0;
@@ -125,9 +112,8 @@ float kvf_weight_bytes(const float * x, const float * scales, const float * open
         all += whole;
 
         typedef uint32_t words __attribute__((vector_size(LANES)));
-        words            fours;
-        memcpy(&fours, &bytes, sizeof(bytes));
-        const lanes_u times = __builtin_shufflevector(fours, fours, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        const words      fours = (words) bytes;
+        const lanes_u    times = __builtin_shufflevector(fours, fours, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
         memcpy(dst, &times, sizeof(times));
     }
     sum = 0;
@@ -165,27 +151,17 @@ KVF_CLONES
 float kvf_sum_weights(const float * x, uint32_t n, float top) {
     lanes_f all = {};
     for (uint32_t i = 0; i < n; i += LANES) {
-        lanes_f a;
-        memcpy(&a, x + i, sizeof(a));
-        all += exponential(a - top);
+        all += exponential(vector_at(x + i) - top);
     }
     return sum_lanes(all);
 }
 
-static inline __attribute__((always_inline)) lanes_f lanes_at(const float * x) {
-    lanes_f res;
-    memcpy(&res, x, sizeof(res));
-    return res;
-}
+static inline __attribute__((always_inline)) lanes_f lanes_at(const float * x) { return vector_at(x); }
 
 // half precision, of finite numbers
 static inline __attribute__((always_inline)) lanes_f lanes_at(const uint16_t * x) {
-    lanes_h h;
-    memcpy(&h, x, sizeof(h));
-    const lanes_u wide = __builtin_convertvector(h, lanes_u), bits = (wide & 0x7fff) << 13 | (wide & 0x8000) << 16;
-    lanes_f       res;
-    memcpy(&res, &bits, sizeof(res));
-    return res * 0x1p112f;
+    const lanes_u wide = __builtin_convertvector(vector_at<lanes_h>(x), lanes_u);
+    return (lanes_f) ((wide & 0x7fff) << 13 | (wide & 0x8000) << 16) * 0x1p112f;
 }
 
 // of N queries. two keys at a time: with 8 queries each, their sums are those of 16 vectors

@@ -5,40 +5,56 @@
 #include "coarse/codes.h"
 
 #include "llama-context.h"
+#include "llama-graph.h"
 #include "llama-hparams.h"
 #include "llama-impl.h"
 
 #include <algorithm>
 #include <map>
 
-kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p) :
+namespace {
+
+// so that a graph is not used again with codes that was without them, or the other way round
+struct coarse_input : llm_graph_input_i {
+    explicit coarse_input(const kvf_fresh & fresh) : fresh(fresh), there(fresh.has_coarse()), out(fresh.has_out()) {}
+
+    void set_input(const llama_ubatch *) override {}
+    bool can_reuse(const llm_graph_params &) override { return there == fresh.has_coarse() && out == fresh.has_out(); }
+
+    const kvf_fresh & fresh;
+    const bool        there, out;
+};
+
+} // namespace
+
+kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p, std::shared_ptr<kvf_panes> panes) :
     n_chunk(llama_kvflash::n_chunk(kv)), n_cell(kv.get_size()), v_trans(llama_kvflash::v_trans(kv)), its(p),
-    sequences(p.n_seq), kv(kv) {
+    sequences(p.n_seq), panes(std::move(panes)), kv(kv) {
     for (uint32_t i = 0; i < llama_kvflash::n_layer(kv); ++i) {
         const auto info = llama_kvflash::layer(kv, i);
         const auto t    = llama_kvflash::tensors(kv, i);
-        layers.push_back({info, t.k, t.v, llama_kvflash::soft_cap(kv), llama_kvflash::n_rot_k(kv), nullptr});
+        auto *     buf  = t.k->buffer;
+        auto *     dev =
+                ggml_backend_buffer_is_host(buf) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
+        layers.push_back({info, t.k, t.v, dev, llama_kvflash::soft_cap(kv), llama_kvflash::n_rot_k(kv), nullptr});
     }
     for (int32_t il = 0; il < (int32_t) LLAMA_MAX_LAYERS; ++il) {
         const int32_t i = llama_kvflash::read_by(kv, il);
         if (i >= 0) { of_model.resize(il + 1, -1), of_model[il] = i; }
     }
 
-    std::map<ggml_backend_dev_t, kvf_chooser *> made; // null: the CPU
+    std::map<ggml_backend_dev_t, kvf_chooser *> made;
     for (auto & l : layers) {
-        auto * buf = l.k->buffer;
-        auto * dev =
-                ggml_backend_buffer_is_host(buf) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
-        auto & chooser = made[dev];
+        auto & chooser = made[l.dev];
         if (!chooser) {
-            auto found = kvf_gpu_coarse_chooser(*this, buf);
-            if (!dev && !found) { found = kvf_coarse_chooser(*this); }
-            choosers.push_back(std::move(found));
-            chooser = choosers.back().get();
-            if (!chooser) {
+            auto found = kvf_gpu_coarse_chooser(*this, l.k->buffer, l.dev);
+            if (!l.dev && !found) { found = kvf_coarse_chooser(*this); }
+            if (!found) {
                 throw kvf_failure(KVF_E_UNSUPPORTED,
                         "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on another device");
             }
+            chooser = found.get();
+            choosers.push_back(std::move(found));
         }
         l.chooser = chooser;
     }
@@ -66,6 +82,7 @@ size_t kvf_fresh::size(uint32_t layer, uint32_t n) const { return kvf_coarse_siz
 
 ggml_tensor * kvf_fresh::blend(
         ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * cur, ggml_tensor * sinks, bool by_head, int32_t il) {
+    if (!has_coarse()) { return cur; }
     const uint32_t i = of_model[il];
     return layers[i].chooser->blend(ctx, gf, q, scale, cur, sinks, by_head, il, i);
 }
@@ -151,7 +168,8 @@ void kvf_fresh::build(
     const uint32_t i = of_model[il];
     this->q          = q;
     this->scale      = scale;
-    layers[i].chooser->build(ctx, gf, res, q, scale, il, i);
+    if (i == 0 && layers[0].info.il == il) { res->add_input(std::make_unique<coarse_input>(*this)); }
+    if (has_coarse()) { layers[i].chooser->build(ctx, gf, res, q, scale, il, i); }
 }
 
 //

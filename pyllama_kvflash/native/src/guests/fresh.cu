@@ -5,8 +5,7 @@
 
 #include <mutex>
 
-// a stream of ours for each device
-static cudaStream_t stream_on(const void * on) {
+cudaStream_t kvf_stream_on(const void * on) {
     static std::mutex   mutex;
     static cudaStream_t streams[GGML_CUDA_MAX_DEVICES];
 
@@ -33,13 +32,13 @@ static __global__ void kvf_fetch(const __grid_constant__ kvf_gpu_layer p, uint32
 }
 
 static void upload(void * dst, const void * src, size_t size) {
-    const auto stream = stream_on(dst);
+    const auto stream = kvf_stream_on(dst);
     CUDA_CHECK(cudaMemcpyAsync(dst, src, size, cudaMemcpyHostToDevice, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
 static void download(void * dst, const void * src, size_t size) {
-    const auto stream = stream_on(src);
+    const auto stream = kvf_stream_on(src);
     CUDA_CHECK(cudaMemcpyAsync(dst, src, size, cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
 }
@@ -53,34 +52,20 @@ static const char * pinned(const char * host) {
     return (const char *) res;
 }
 
-static void sum_rows(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
-        uint32_t n_value) {
-    kvf_sum_rows_of(coders, from, some, dst, n_value, stream_on(coders.at));
-}
-
-static void make_means(const kvf_gpu_coders & coders, uint32_t seq, uint32_t segment, const double * sums, uint32_t n_value,
-        uint32_t n) {
-    kvf_make_means_of(coders, seq, segment, sums, n_value, n, stream_on(coders.at));
-}
-
-static void encode_rows(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first) {
-    kvf_encode_rows_of(coders, from, seq, first, stream_on(coders.at));
-}
-
 static void fill(void * dst, int value, size_t stride, size_t width, size_t n) {
-    const auto stream = stream_on(dst);
+    const auto stream = kvf_stream_on(dst);
     CUDA_CHECK(cudaMemset2DAsync(dst, stride, value, width, n, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
 static void fetch_units(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks) {
-    launch(kvf_fetch, dim3(64), dim3(256), 0, stream_on(l.moves), false, l, seq, blocks);
+    launch(kvf_fetch, dim3(64), dim3(256), 0, kvf_stream_on(l.moves), false, l, seq, blocks);
 }
 
 static bool fits(const kvf_gpu_layer & l, const void * on) { return shared_size(l) <= kvf_shared_most(on); }
 
 static void * make_events(const void * on) {
-    stream_on(on); // sets the device
+    kvf_stream_on(on); // sets the device
     auto * res = new kvf_events{};
     for (auto * event : {&res->forked, &res->done}) {
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
@@ -95,7 +80,7 @@ static void forget_events(void * events) {
     delete its;
 }
 
-static void wait(const void * on) { CUDA_CHECK(cudaStreamSynchronize(stream_on(on))); }
+static void wait(const void * on) { CUDA_CHECK(cudaStreamSynchronize(kvf_stream_on(on))); }
 
 bool kvflash_launches(const ggml_tensor * node) {
     return ((const ggml_custom_op_params *) node->op_params)->n_tasks == kvf_gpu::LAUNCHES;
@@ -107,7 +92,7 @@ void kvflash_launch(ggml_tensor * node, void * on) {
 
 const kvf_gpu * kvflash_gpu() {
     static const kvf_gpu res = {kvf_attend_node, kvf_mix_node, kvf_late_node, kvf_occupy_node, fits, kvf_attend_warps,
-            shared_size, make_events, forget_events, upload, download, pinned, sum_rows, make_means, encode_rows,
+            shared_size, make_events, forget_events, upload, download, pinned, kvf_sum_rows_of, kvf_make_means_of, kvf_encode_rows_of,
             kvf_coder_memory, fill, fetch_units, wait};
     return &res;
 }

@@ -46,7 +46,7 @@ struct kvf_chooser {
 
 std::unique_ptr<kvf_chooser> kvf_coarse_chooser(kvf_fresh & fresh);
 // nullptr: the backend of this memory has no kernels
-std::unique_ptr<kvf_chooser> kvf_gpu_coarse_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf);
+std::unique_ptr<kvf_chooser> kvf_gpu_coarse_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf, ggml_backend_dev_t dev);
 
 // Guests. The blocks of a pool fall into two kinds: common ones, whose chunk is the same in all layers, and those of guests,
 // in which each layer holds chunks of its own choice. For the library the cells of guests are empty, but the tokens of their
@@ -63,19 +63,20 @@ struct kvf_fresh {
         uint32_t n_ctx; // of a sequence
         uint32_t n_seq;
         uint32_t coarse_k, coarse_v; // bits of codes
-        bool     late;               // layers choose after their attention, for the next token
     };
 
     struct layer {
         kvf_layer     info;
         ggml_tensor * k;
         ggml_tensor * v; // null: none is stored
-        float         cap;
-        uint32_t      n_rot; // keys are rotated in blocks of so many values; 0: they are not
-        kvf_chooser * chooser;
+
+        ggml_backend_dev_t dev; // whose memory it is in; null: the CPU's
+        float              cap;
+        uint32_t           n_rot; // keys are rotated in blocks of so many values; 0: they are not
+        kvf_chooser *      chooser;
     };
 
-    kvf_fresh(const llama_kv_cache & kv, const params & p);
+    kvf_fresh(const llama_kv_cache & kv, const params & p, std::shared_ptr<kvf_panes> panes);
 
     kvf_fresh(const kvf_fresh &)             = delete;
     kvf_fresh & operator=(const kvf_fresh &) = delete;
@@ -141,7 +142,7 @@ struct kvf_fresh {
 
     std::vector<layer>                        layers;
     std::vector<sequence>                     sequences;
-    std::shared_ptr<kvf_panes>                panes; // in whose memory codes may lie; null: there are none
+    const std::shared_ptr<kvf_panes>          panes; // in whose memory codes may lie; null: there are none
     std::vector<std::unique_ptr<kvf_chooser>> choosers;
 
 private:

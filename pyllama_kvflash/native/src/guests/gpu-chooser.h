@@ -1,6 +1,6 @@
 #pragma once
 
-#include "guests/fresh.h"
+#include "coarse/coarse.h"
 #include "guests/gpu.h"
 
 #include "llama-impl.h"
@@ -9,7 +9,7 @@
 #include <mutex>
 #include <unordered_map>
 
-// The guests of layers whose memory is a GPU's (guests/gpu.cpp); coarse/gpu-coarse.cpp has their codes.
+// The guests of layers whose memory is a GPU's (guests/gpu.cpp), and their codes (coarse/gpu-coarse.cpp).
 
 using kvf_kernels = const kvf_gpu;
 
@@ -58,75 +58,107 @@ struct kvf_gpu_shape {
     kvf_gpu_attend attend(const kvf_heads & heads) const;
 };
 
-// where the pieces are by which layers choose
-struct kvf_gpu_choice : kvf_gpu_places {
-    explicit kvf_gpu_choice(const kvf_gpu_shape & shape);
+// where the pieces are that are needed beside codes: by which layers choose, and by which codes are made and attended to
+struct kvf_gpu_tables : kvf_gpu_places {
+    explicit kvf_gpu_tables(const kvf_gpu_shape & shape);
 
-    size_t lse, parts, shares, tops, moves, n_moves, counts, table, records, blocks, guests;
-};
-
-// and those by which codes are made and attended to
-struct kvf_gpu_coarse : kvf_gpu_places {
-    explicit kvf_gpu_coarse(const kvf_gpu_shape & shape);
-
+    size_t   lse, parts, shares, tops, moves, n_moves, counts, table, records, blocks, guests;
     uint32_t n_sum = 0; // values of keys or of value rows of a layer
-    size_t   codes[2], layers, coders, sums, chunks, parts, passes, taken;
+    size_t   codes[2], layers, coders, sums, chunks, attended, passes, taken;
 };
 
-struct kvf_gpu_chooser : kvf_chooser {
-    kvf_gpu_chooser(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_buffer_t buf);
+struct kvf_gpu_chooser : kvf_chooser, kvf_tenant {
+    // dev: null: host memory, in tests
+    kvf_gpu_chooser(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft);
+    ~kvf_gpu_chooser() override;
 
-    kvf_gpu_layer lay_out();
-    kvf_gpu_layer of_layer(const kvf_gpu_layer & all, uint32_t i) const;
-
+    void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
+            uint32_t n) override;
+    void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst) override;
+    void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) override;
     void cover(llama_seq_id seq) override;
 
     std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) override;
     void                 keep(llama_seq_id seq, uint32_t n) override;
     void                 set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) override;
 
-    ggml_backend_dev_t device() const {
-        auto * dev = ggml_backend_buft_get_device(buft);
-        return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); // in tests
-    }
+    void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il,
+            uint32_t layer) override;
+    ggml_tensor * blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, ggml_tensor * cur,
+            ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) override;
+
+    void     begin(llama_seq_id) override { come_back(); }
+    void     leave() override;
+    uint64_t n_fetched() override;
+    uint64_t device_bytes() override { return fixed.size + coded.size; }
+
+    // the inputs of the kernels for a ubatch of so many tokens
+    std::vector<int32_t> ask(uint32_t n_token) const;
+
+private:
+    void                       lay_out_layers();
+    size_t                     place_codes(char * base);
+    void                       lay_out_codes();
+    void                       lay_out_coders();
+    void                       lay_out_attends();
+    void                       come_back();
+    template <typename F> void each_part(F && copy);
+    template <typename F> void each_piece(llama_seq_id seq, uint32_t layer, uint32_t n, F && copy);
+    void begin_segments(llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first);
+    void begin_first(llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from,
+            const std::vector<kvf_gpu_sampled> & sampled);
+    void upload_factors(llama_seq_id seq, uint32_t layer);
+
+    kvf_gpu_coders coders(uint32_t layer, uint32_t n_layer) const;
+
+    void add_asker(std::vector<int32_t> & ask, llama_seq_id seq) const;
+    // the ask becomes an input of the graph that is being built, if it is not one yet. returns whether it was not
+    bool          add_words(ggml_context * ctx, llm_graph_result * res, uint32_t n_token);
     ggml_tensor * add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer,
             void (*launch)(ggml_tensor *, void *), void * userdata, std::vector<ggml_tensor *> args = {});
-    // the ask becomes an input of the graph that is being built, if it is not one yet. returns whether it was not
-    bool add_words(ggml_context * ctx, llm_graph_result * res, uint32_t n_token);
 
-    uint64_t n_fetched() override;
-    uint64_t device_bytes() override { return fixed.size; }
+    bool mine(uint32_t layer) const { return fresh.layers[layer].dev == dev; }
+    // that a layer of the model reads, if it is one of these; -1: it is not
+    int32_t read_by(int32_t il) const;
 
-    // the inputs of the kernels for a ubatch
-    std::vector<int32_t> ask() const;
-    // and words of its tokens after them
-    virtual void     add_tokens(std::vector<int32_t> & ask, uint32_t n_token) const = 0;
-    virtual uint32_t n_token_word() const                                           = 0;
+    ggml_backend_dev_t device() const { return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
+    const char *       device_record(const void * record);
+    kvf_gpu_guests &   guests(llama_seq_id seq, uint32_t layer) { return all_guests[layer * n_seq + seq]; }
+    kvf_gpu_codes &    codes_at(uint32_t kind, uint32_t layer, llama_seq_id seq) { return at[kind][layer * n_seq + seq]; }
 
-    kvf_gpu_guests & guests(llama_seq_id seq, uint32_t layer) { return all_guests[layer * n_seq + seq]; }
-    bool             mine(uint32_t layer) const { return fresh.layers[layer].chooser == this; }
-    const char *     device_record(const void * record);
+    kvf_fresh &                      fresh;
+    kvf_kernels &                    gpu;
+    const ggml_backend_dev_t         dev;
+    const ggml_backend_buffer_type_t buft;
+    const uint32_t                   n_seq;
+    const kvf_gpu_shape              shape;
+    const kvf_gpu_tables             in;
 
-    kvf_fresh &                fresh;
-    kvf_kernels &              gpu;
-    ggml_backend_buffer_type_t buft;
-
-    const uint32_t                         n_seq;
-    uint32_t                               n_record = 0; // of a sequence
     std::vector<kvf_gpu_layer>             layers;
     std::vector<kvf_gpu_guests>            all_guests; // [layer][sequence], as the device has them
     std::vector<std::vector<const char *>> records;    // of each sequence, that the device knows
+    kvf_coarse_codes                       codes;      // what rows are divided by: the device has the others
+    std::vector<kvf_gpu_codes>             at[2];      // of keys and of values: [layer][sequence]
+    std::vector<kvf_gpu_attend>            attends;    // of each layer of the model
+    kvf_gpu_occupy                         all = {};
 
-    kvf_gpu_memory fixed; // what is always there
-    size_t         at_guests = 0, at_records = 0, at_blocks = 0;
-    ggml_tensor    view  = {};      // of the fixed memory, for the scheduler
-    ggml_tensor *  words = nullptr; // the ask, in the graph that is being built
+    kvf_gpu_memory        fixed;            // what is needed beside codes
+    kvf_gpu_memory        coded;            // codes, unless they are in the memory of panes
+    char *                base   = nullptr; // of codes
+    size_t                at_end = 0;       // bytes of them
+    bool                  lodges = false;   // they are in the memory of panes
+    bool                  here   = true;    // and not on the host
+    std::shared_ptr<char> away;             // where they are then
+    uint32_t              n_head = 0;       // of keys, of a layer at most
+    size_t                memory = 0;       // that a block shares which makes codes
 
     std::vector<std::unique_ptr<void, void (*)(void *)>> events;
     std::mutex                                           mutex;
+    std::unordered_map<const void *, const char *>       seen; // where the device has the records that are being put
 
-    std::unordered_map<const void *, const char *> seen; // where the device has the records that are being put
+    // of the graph that is being built: the ask; the last such nodes; and whose the latter is, until another layer waits for
+    // it
+    ggml_tensor *    words = nullptr, *attend = nullptr, *late = nullptr;
+    kvf_gpu_attend * late_of = nullptr;
+    ggml_tensor      view    = {}; // of the fixed memory, for the scheduler
 };
-
-// the kernels for a buffer, null: there are none
-kvf_kernels * kvf_kernels_of(ggml_backend_buffer_t buf);

@@ -84,11 +84,17 @@ struct kvf_gpu_layer {
 
 static constexpr uint32_t KVF_GPU_PARTS = 512; // blocks of a head, at most
 
+// the type of a layer's keys, or values
+struct kvf_gpu_type {
+    int32_t  type;
+    uint32_t d, block, block_size; // values of a head; those that are quantised together, and their bytes
+};
+
 // bytes of a row that have a head's values, whole blocks of them: from where on, and how many
-template <typename K> static KVF_BOTH uint32_t piece_of(const K & keys, uint32_t head, uint32_t & n) {
-    const uint32_t first = head * keys.d / keys.block, last = ((head + 1) * keys.d + keys.block - 1) / keys.block;
-    n = (last - first) * keys.block_size;
-    return first * keys.block_size;
+static inline KVF_BOTH uint32_t piece_of(const kvf_gpu_type & its, uint32_t head, uint32_t & n) {
+    const uint32_t first = head * its.d / its.block, last = ((head + 1) * its.d + its.block - 1) / its.block;
+    n = (last - first) * its.block_size;
+    return first * its.block_size;
 }
 
 // how the rows of a layer are coded: its keys, or its values. see kvf_codes
@@ -105,14 +111,12 @@ struct kvf_gpu_codes {
 };
 
 // how the codes of a layer's keys, or values, are made of its rows in records: kvf_codes::put()
-struct kvf_gpu_coder {
+struct kvf_gpu_coder : kvf_gpu_type {
     kvf_gpu_coding        coding; // n_head: 0: there are none
     const kvf_gpu_codes * codes;  // of each sequence
 
-    int32_t  type;
-    uint32_t d, block, block_size; // values of a head; those that are quantised together, and their bytes
-    bool     by_value;             // the positions of a value are next to each other, rather than the values of a position
-    uint64_t offs, stride;         // from row to row, or from value to value
+    bool     by_value;     // the positions of a value are next to each other, rather than the values of a position
+    uint64_t offs, stride; // from row to row, or from value to value
 
     uint32_t n_half; // levels of a sign
     float    step;   // from level to level, of a standard deviation
@@ -160,10 +164,8 @@ struct kvf_gpu_attend {
     float *    parts;
     char *     passes;
     uint32_t * taken;
-    struct {
-        int32_t  type;                 // of the pool's keys, and of its values
-        uint32_t d, block, block_size; // values of a head; those that are quantised together, and their bytes
-        uint32_t room; // of a head's bytes and those around them that are aligned, from row to row in other banks
+    struct : kvf_gpu_type { // of the pool's keys, and of its values
+        uint32_t room;      // of a head's bytes and those around them that are aligned, from row to row in other banks
     } rows[2];
     uint32_t n_warp; // of a block
     bool     chooses, by_head;

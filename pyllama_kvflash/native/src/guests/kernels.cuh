@@ -111,8 +111,8 @@ static inline __device__ void copy_bytes(char * dst, const char * src, uint64_t 
 }
 
 // bytes of a piece_of() a row, at most, and as it lies in shared memory
-template <typename K> static KVF_BOTH uint32_t piece_room(const K & keys) {
-    return GGML_PAD((keys.d / keys.block + 2) * keys.block_size, 16);
+static KVF_BOTH uint32_t piece_room(const kvf_gpu_type & its) {
+    return GGML_PAD((its.d / its.block + 2) * its.block_size, 16);
 }
 
 template <typename T> static T & userdata(const ggml_tensor * dst) {
@@ -130,7 +130,9 @@ struct kvf_events {
 
 static constexpr int KVF_BESIDE = 1; // the backend's stream for them
 
-size_t kvf_shared_most(const void * on); // bytes of memory that a block shares, at most
+// of guests/fresh.cu
+size_t       kvf_shared_most(const void * on); // bytes of memory that a block shares, at most
+cudaStream_t kvf_stream_on(const void * on);   // a stream of ours, of the device on which this lies
 
 // of coarse/attend.cu
 void kvf_attend_node(ggml_tensor * dst, void * on);
@@ -141,9 +143,8 @@ uint32_t kvf_attend_warps(const kvf_gpu_attend & a, const void * on);
 
 // of coarse/encode.cu
 void kvf_sum_rows_of(const kvf_gpu_coders & c, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
-        uint32_t n_value, cudaStream_t stream);
+        uint32_t n_value);
 void kvf_make_means_of(const kvf_gpu_coders & c, uint32_t seq, uint32_t segment, const double * sums, uint32_t n_value,
-        uint32_t n, cudaStream_t stream);
-void kvf_encode_rows_of(
-        const kvf_gpu_coders & c, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first, cudaStream_t stream);
+        uint32_t n);
+void kvf_encode_rows_of(const kvf_gpu_coders & c, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first);
 size_t kvf_coder_memory(const kvf_gpu_coder & c);

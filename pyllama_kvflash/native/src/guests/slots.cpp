@@ -26,13 +26,6 @@ void kvf_host_chooser::set_table(llama_seq_id seq, uint32_t layer, const int32_t
     }
 }
 
-bool kvf_host_chooser::has_free(llama_seq_id seq, uint32_t layer) const {
-    const auto & s     = fresh.of(seq);
-    const auto & table = tables[seq][layer];
-    return std::any_of(table.begin(), table.begin() + std::min<size_t>(s.n_fill, table.size()),
-            [&](int32_t unit) { return unit < 0 || s.common[unit]; });
-}
-
 void kvf_host_chooser::choose(llama_seq_id seq, uint32_t i_layer, const std::vector<float> & score) {
     static thread_local std::vector<uint8_t>  taken;
     static thread_local std::vector<uint32_t> out, in;

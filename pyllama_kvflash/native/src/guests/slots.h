@@ -20,8 +20,6 @@ protected:
     void begin_choice() { chosen.clear(); }
     void choose(llama_seq_id seq, uint32_t layer, const std::vector<float> & score);
     void fetch_chosen(uint32_t layer, int ith, int nth);
-    // whether slots that are visible are free, or hold what has become common
-    bool has_free(llama_seq_id seq, uint32_t layer) const;
 
     kvf_fresh &                                    fresh;
     std::vector<std::vector<std::vector<int32_t>>> tables; // [seq][layer][slot]

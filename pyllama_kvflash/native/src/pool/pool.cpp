@@ -109,15 +109,15 @@ void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
             refuse(KVF_E_UNSUPPORTED, format("the keys of layer %d are not rows of heads", l.il));
         }
     }
-    const kvf_fresh::params params  = {g_setup->n_exchange, cparams.n_ctx_seq, cparams.n_seq_max, g_setup->coarse_k,
-             g_setup->coarse_v, g_setup->late != 0};
-    const auto              is_bits = [](uint32_t n) { return n == 2 || n == 4 || n == 32; };
+    const kvf_fresh::params params = {
+            g_setup->n_exchange, cparams.n_ctx_seq, cparams.n_seq_max, g_setup->coarse_k, g_setup->coarse_v};
+    const auto is_bits = [](uint32_t n) { return n == 2 || n == 4 || n == 32; };
     if (!is_bits(params.coarse_k) || !is_bits(params.coarse_v)) {
         refuse(KVF_E_ARGUMENT, "codes have 2 or 4 bits a value; 32 are exact");
     }
     try {
-        kv.pool_fresh = std::make_shared<kvf_fresh>(kv, params);
-        if (g_setup->panes) { kv.pool_fresh->panes = kvf_paned(g_setup->panes).pool_panes; }
+        kv.pool_fresh =
+                std::make_shared<kvf_fresh>(kv, params, g_setup->panes ? kvf_paned(g_setup->panes).pool_panes : nullptr);
     } catch (const kvf_failure & err) { refuse(err.status, err.what()); }
     cparams.fresh = kv.pool_fresh.get();
 }
