@@ -101,7 +101,7 @@ def test_layers_on_several_devices(spread: tuple[str, Model], cache: str, elsewh
     assert distance(stock, elsewhere(name, cache, *ON_CPU)).max() < WRONG
     np.testing.assert_array_equal(logits(model, cache, pool=1024), stock)
     transfers.check_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
-    transfers.check_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
+    transfers.check_a_chunk_is_seen_from_the_next_batch_on(model, cache)
     transfers.check_queries_are_those_of_the_token_before_the_next(model)
 
 

@@ -399,7 +399,7 @@ def test_wrong_places(paged: Paged) -> None:
         with pytest.raises(PoolError, match="chunk 2 is not resident"):
             call(2)
         for c in (-1, 2**31 - 1):
-            with pytest.raises(UsageError, match="no such chunk"):
+            with pytest.raises(UsageError, match="chunk is out of range"):
                 call(c)
     assert ctx.page_in(2, record) == 2
     with pytest.raises(PoolError, match="chunk 2 is already resident"):
@@ -479,8 +479,8 @@ def test_memory_that_cannot_be_pooled(tiny_model: Callable[[str], Model], name: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pool": 1000}, "a multiple of 256 cells, not 1000"),
-        ({"pool": 1024, "chunk": 17}, "16, 32 or 64 positions, not 17"),
+        ({"pool": 1000}, "n_pool must be a multiple of 256 above 0, not 1000"),
+        ({"pool": 1024, "chunk": 17}, "n_chunk must be 16, 32 or 64, not 17"),
         ({"pool": 512, "n_batch": 512}, "a pool of 512 cells cannot hold a batch of 512 and two chunks"),
     ],
     ids=["cells", "chunk", "batch"],

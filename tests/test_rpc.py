@@ -92,7 +92,7 @@ def check(endpoint: str, path: str, n_gpu_layers: str, cache: str, close: str) -
         check_exact_pass(case, stock)
         if cache == "f16":  # the others take their time on the CPU, and go the same way
             transfers.check_a_chunk_may_be_dropped_and_overwritten_while_it_is_read(model, cache)
-            transfers.check_a_chunk_on_its_way_in_is_seen_from_its_commit_on(model, cache)
+            transfers.check_a_chunk_is_seen_from_the_next_batch_on(model, cache)
             transfers.check_queries_are_those_of_the_token_before_the_next(model)
     with Model.load(Path(path), n_gpu_layers=0) as model, Case(model, CACHES[cache]).stock() as run:
         got = difference(stock, feed(run))

@@ -139,7 +139,7 @@ def test_mass_of_nothing_and_errors() -> None:
             mass_of(summaries, 1, np.zeros(shape, np.float32), 1)
     with pytest.raises(UsageError, match=r"for 4 chunks, where layer 0 has \(4, 64\) and 3$"):
         mass_of(summaries, 0, q, 1, 4)
-    with pytest.raises(UsageError, match="layers, slabs, queries and room for the masses are needed"):
+    with pytest.raises(UsageError, match="layers, slabs, q, scales and dst must not be null; n_q must be at least 1"):
         mass_of(summaries, 0, q[:0], 1)
 
 
@@ -191,7 +191,7 @@ def test_mass_of_several_layers_is_refused_whole() -> None:
     for scales in ([1, 1], [1] * 4):
         with pytest.raises(ValueError, match=r"argument 3 is (longer|shorter)"):
             summaries.mass([0, 1, 2], q, scales)
-    with pytest.raises(UsageError, match="layers, slabs, queries and room for the masses are needed"):
+    with pytest.raises(UsageError, match="layers, slabs, q, scales and dst must not be null; n_q must be at least 1"):
         summaries.mass([0, 1], [x[:0] for x in q[:2]], [1, 1])
 
 
@@ -324,8 +324,8 @@ def test_all_keys_are_summed_up(n_token: int, scale: float, edge: int) -> None:
 def test_edges_of_all_keys_are_checked() -> None:
     layers = geometry()
     keys = native.Keys(layers, 16, [record_of(layers, 0)].__getitem__)
-    with pytest.raises(UsageError, match="n_edge exceeds n_chunk, or scale is 0"):
+    with pytest.raises(UsageError, match="n_edge must not exceed n_chunk, and must be 0 if scale is 0"):
         keys.score(0, some_queries(layers[0], 1), [0], 1.0, 17)
-    with pytest.raises(UsageError, match="n_edge exceeds n_chunk, or scale is 0"):
+    with pytest.raises(UsageError, match="n_edge must not exceed n_chunk, and must be 0 if scale is 0"):
         keys.score(0, some_queries(layers[0], 1), [0], 0.0, 4)
     assert keys.score(0, some_queries(layers[0], 1), [], 1.0, 4).shape == (3, layers[0].n_head, 0)

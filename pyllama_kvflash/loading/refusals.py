@@ -61,27 +61,27 @@ _WINDOWED = {"llama_kv_cache_iswa", "llama_memory_hybrid_iswa"}
 
 CALLS = {
     "going back in a recurrent state": Refusal(
-        "the recurrent state of this model cannot go back to position {}, for it keeps no earlier one",
+        "the recurrent state of this model cannot go back to position {}, because it keeps no earlier state",
         _AGAIN,
     ),
     "going back in a sliding window": Refusal(
-        "the sliding window before position {} is gone, for later positions have taken its cells",
+        "the sliding window before position {} is gone, because later positions have overwritten it",
         _AGAIN,
     ),
     "restoring a whole-context state": Refusal(
-        "a whole-context state cannot be restored into a pool, for it packs the cells anew, across the chunks",
-        "page the chunks in, and restore the partial state",
+        "a whole-context state cannot be restored into a pool, because that re-packs the cells across chunks",
+        "page in the chunks, and restore the partial state",
     ),
     "tokens that share a position (images of M-RoPE models)": Refusal(
-        "position {} of sequence {} is already in the pool, which has one cell for each",
-        "tokens that share a position, as those of an image do, need the full cache",
+        "position {} of sequence {} is already in the pool, which has one cell per position",
+        "tokens that share a position (those of an image, for example) need the full cache",
     ),
     "tokens of several sequences": Refusal(
         "a token of a pool belongs to one sequence, not to {}",
         "decode it for each, or use the full cache",
     ),
     "sequences in streams of their own, and seq_cp() from one to another": Refusal(
-        "the sequences of a pool share its cells, and a cache of one stream each has none to share",
+        "the sequences of a pool share its cells, but this cache has a separate stream for each sequence",
         "set kv_unified, or use the full cache",
     ),
 }
@@ -98,7 +98,7 @@ CODES = {
     "positions as a bias of the attention (ALiBi)": Refusal(
         "ALiBi needs the position of each cell, which guests do not have", _OTHER
     ),
-    "rows of keys that are not those of heads": Refusal("the keys of layer {} are not rows of heads", _OTHER),
+    "rows of keys that are not those of heads": Refusal("the K rows of layer {} are not divided into heads", _OTHER),
     "codes (`coarse`) on a GPU older than Turing, or with large heads on one of small blocks": Refusal(
         "this GPU cannot attend to codes: it is older than Turing, or its blocks have too little memory",
         f"{_OTHER}, or the CPU (`n_gpu_layers` 0)",

@@ -126,7 +126,11 @@ class Pager:
         self._summariser.reserve(end // ledger.chunk)
         self.apply(plan)
         records = self.records.first(first)
-        records += [self.records.put(c) for c in range(first, n_chunks)]
+        for c in range(first, n_chunks):
+            begins = c not in self.records
+            records.append(self.records.put(c))
+            if begins and (c + 1) * ledger.chunk > end:
+                records[-1][:] = 0  # the pool gets all of it, and attention on a GPU multiplies masked NaN by 0
         if ledger.n_tokens % ledger.chunk and not passing:
             self.ctx.read(first, records[first])
         return plan, records

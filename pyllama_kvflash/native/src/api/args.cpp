@@ -8,7 +8,7 @@
 #include <algorithm>
 
 llama_kv_cache & kvf_attention(llama_context * ctx) {
-    kvf_check(ctx, "there is no context");
+    kvf_check(ctx, "ctx must not be null");
 
     auto * kv = llama_kvflash::get_kv(ctx->get_memory());
     if (!kv) { throw kvf_failure(KVF_E_UNSUPPORTED, "this model has no full-attention KV cache"); }
@@ -22,14 +22,14 @@ llama_kv_cache & kvf_pooled(llama_context * ctx) {
 }
 
 llama_kv_cache & kvf_paned(llama_context * ctx) {
-    kvf_check(ctx, "there is no context");
+    kvf_check(ctx, "ctx must not be null");
     auto * kv = llama_kvflash::get_kv(ctx->get_memory());
     kvf_check(kv && llama_kvflash::panes(*kv), "this context has no panes");
     return *kv;
 }
 
 void kvf_check_seq(llama_context * ctx, llama_seq_id seq) {
-    kvf_check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "there is no such sequence");
+    kvf_check(seq >= 0 && (uint32_t) seq < llama_n_seq_max(ctx), "seq must be from 0 to n_seq_max - 1");
 }
 
 void kvf_forget(llama_context * ctx, llama_seq_id seq, llama_pos pos) {
@@ -39,6 +39,6 @@ void kvf_forget(llama_context * ctx, llama_seq_id seq, llama_pos pos) {
     if (kv && llama_kvflash::panes(*kv)) { llama_kvflash::panes(*kv)->forget(p); }
     if (!fresh) { return; }
 
-    if (p < fresh->of(seq).n) { ctx->synchronize(); } // a GPU that still computes would write what it chose to the tables
+    if (p < fresh->of(seq).n) { ctx->synchronize(); } // a GPU still computing would overwrite the tables with its choice
     fresh->truncate(seq, p);
 }

@@ -22,17 +22,17 @@ struct kvf_chat {
     common_chat_templates_ptr templates;
 };
 
-// an answer, parsed again as it grows
+// an incremental parser: it parses the whole answer again after each addition
 struct kvf_reply {
     common_chat_parser_params params;
     std::string               text;
     common_chat_msg           said;
-    std::vector<std::string>  ids; // of its calls
+    std::vector<std::string>  ids; // of the tool calls
 };
 
 static const char * const BEFORE_CAUSE = "Error: ";
 
-// an error of the library in one line: it quotes the template around the cause
+// llama.cpp's error as one line, without the quoted template around the cause
 static kvf_failure in_words(const std::exception & err, int status = KVF_E_ARGUMENT) {
     std::string what = err.what();
     const auto  pos  = what.rfind(BEFORE_CAUSE);
@@ -42,7 +42,7 @@ static kvf_failure in_words(const std::exception & err, int status = KVF_E_ARGUM
     return kvf_failure(status, what);
 }
 
-// run f, which interprets a template, with a time limit. KVF_E_UNSUPPORTED: it exceeds a limit
+// run f, which interprets a template, with a time limit. throws KVF_E_UNSUPPORTED if the template exceeds a limit
 static void limited(double seconds, const std::function<void()> & f) {
     struct scope {
         ~scope() { kvf_template = {}; }
@@ -56,7 +56,7 @@ static void limited(double seconds, const std::function<void()> & f) {
     }
 }
 
-// a text for the caller, who frees it
+// a copy of the text, for the caller to free
 static char * copied(const std::string & text) {
     char * res = (char *) malloc(text.size() + 1);
     if (!res) { throw std::bad_alloc(); }
@@ -66,10 +66,10 @@ static char * copied(const std::string & text) {
 
 void kvf_text_free(char * text) { free(text); }
 
-// refuse a template that llama.cpp's parser, which recurses at each nesting, would follow past the end of the stack
+// refuse deeply nested templates: llama.cpp's parser recurses at each level, and would overflow the stack
 static void check_nesting(const std::vector<jinja::token> & tokens) {
     using type     = jinja::token::type;
-    int statements = 0, length = 0, depth = 0; // of the template; of one statement or expression
+    int statements = 0, length = 0, depth = 0; // length and depth of one statement or expression
     for (const auto & token : tokens) {
         switch (token.t) {
             case type::open_statement: ++statements; [[fallthrough]];
@@ -86,7 +86,7 @@ static void check_nesting(const std::vector<jinja::token> & tokens) {
     }
 }
 
-// refuse a template that cannot be read: common_chat_templates_init() throws an exception that has lost its words
+// refuse a template that cannot be parsed: the exception of common_chat_templates_init() has lost its message
 static void check_readable(const std::string & source) {
     jinja::lexer lexer;
     const auto   lexed = lexer.tokenize(source);
@@ -96,7 +96,7 @@ static void check_readable(const std::string & source) {
 
 int kvf_chat_new(const llama_model * model, const char * source, double seconds, kvf_chat ** chat) {
     return kvf_guard([&] {
-        kvf_check(model && source && chat, "a model, a template and a place for it are needed");
+        kvf_check(model && source && chat, "model, source and chat must not be null");
         static std::once_flag once;
         std::call_once(once, [] { common_log_set_verbosity_thold(-1); }); // errors come as exceptions
 
@@ -116,7 +116,7 @@ int kvf_chat_new(const llama_model * model, const char * source, double seconds,
 void kvf_chat_free(kvf_chat * chat) { delete chat; }
 
 //
-// a conversation as a prompt
+// from a conversation to a prompt
 //
 
 static common_chat_templates_inputs inputs_of(const json & request) {
@@ -130,14 +130,14 @@ static common_chat_templates_inputs inputs_of(const json & request) {
     if (request.value("continue_final_message", false)) { res.continue_final_message = COMMON_CHAT_CONTINUATION_AUTO; }
     res.reasoning_format = COMMON_REASONING_FORMAT_AUTO;
     if (request.contains("json_schema")) { res.json_schema = request.at("json_schema").dump(); }
-    const json kwargs = request.value("chat_template_kwargs", json::object()); // items() only refers to it
+    const json kwargs = request.value("chat_template_kwargs", json::object()); // items() does not extend its lifetime
     for (const auto & [key, val] : kwargs.items()) {
         res.chat_template_kwargs[key] = val.dump();
     }
     return res;
 }
 
-// what begins a grammar: a word that is one token is found as that token
+// the trigger of a lazy grammar as JSON. a word that is a single token becomes that token
 static json trigger_of(const llama_vocab * vocab, const common_grammar_trigger & trigger) {
     switch (trigger.type) {
         case COMMON_GRAMMAR_TRIGGER_TYPE_WORD: {
@@ -153,7 +153,7 @@ static json trigger_of(const llama_vocab * vocab, const common_grammar_trigger &
 
 int kvf_chat_apply(const kvf_chat * chat, const char * request, double seconds, char ** result) {
     return kvf_guard([&] {
-        kvf_check(chat && request && result, "a template, a request and a place for the result are needed");
+        kvf_check(chat && request && result, "chat, request and result must not be null");
         common_chat_params params;
         limited(seconds,
                 [&] { params = common_chat_templates_apply(chat->templates.get(), inputs_of(json::parse(request))); });
@@ -185,19 +185,19 @@ int kvf_chat_apply(const kvf_chat * chat, const char * request, double seconds, 
 
 int kvf_chat_caps(const kvf_chat * chat, char ** result) {
     return kvf_guard([&] {
-        kvf_check(chat && result, "a template and a place for the result are needed");
+        kvf_check(chat && result, "chat and result must not be null");
         *result = copied(json(common_chat_templates_get_caps(chat->templates.get())).dump());
     });
 }
 
 //
-// the contents of an answer
+// from an answer to its contents
 //
 
 int kvf_reply_new(int32_t format, const char * parser, const char * generation_prompt, kvf_reply ** reply) {
     return kvf_guard([&] {
-        kvf_check(parser && generation_prompt && reply, "a parser and a place for the reply are needed");
-        kvf_check(format >= 0 && format < COMMON_CHAT_FORMAT_COUNT, "there is no such format");
+        kvf_check(parser && generation_prompt && reply, "parser, generation_prompt and reply must not be null");
+        kvf_check(format >= 0 && format < COMMON_CHAT_FORMAT_COUNT, "the chat format is unknown");
         auto res = std::make_unique<kvf_reply>();
         try {
             if (*parser) { res->params.parser.load(parser); }
@@ -206,7 +206,7 @@ int kvf_reply_new(int32_t format, const char * parser, const char * generation_p
         res->params.reasoning_format  = COMMON_REASONING_FORMAT_AUTO;
         res->params.generation_prompt = generation_prompt;
         try {
-            res->said = common_chat_parse("", true, res->params); // the beginning of the answer is not reported again
+            res->said = common_chat_parse("", true, res->params); // the deltas leave out the generation prompt
         } catch (const std::exception & err) { throw in_words(err); }
         *reply = res.release();
     });
@@ -214,7 +214,7 @@ int kvf_reply_new(int32_t format, const char * parser, const char * generation_p
 
 void kvf_reply_free(kvf_reply * reply) { delete reply; }
 
-// some templates take only names of calls that are nine letters and digits
+// a random ID for a tool call. some templates accept only IDs of nine letters and digits
 static std::string new_id() {
     static const char         letters[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789";
     thread_local std::mt19937 random{std::random_device{}()};
@@ -235,7 +235,7 @@ static json delta_of(const common_chat_msg_diff & diff) {
 
 int kvf_reply_push(kvf_reply * reply, const char * text, bool partial, char ** deltas) {
     return kvf_guard([&] {
-        kvf_check(reply && text && deltas, "a reply, a text and a place for what it says are needed");
+        kvf_check(reply && text && deltas, "reply, text and deltas must not be null");
         reply->text += text;
         json found = json::array();
         try {

@@ -1,4 +1,4 @@
-// checksums of records and codes, at the speed of memory: XXH3 of 128 bits, as llama.cpp vendors it
+// checksums of records and codes: 128-bit XXH3, which is as fast as memory. llama.cpp vendors it
 
 #include "kvflash.h"
 
@@ -8,7 +8,7 @@
 #include <new>
 
 struct kvf_checksum {
-    XXH3_state_t state; // of a larger alignment than malloc() has
+    XXH3_state_t state; // needs a larger alignment than malloc() gives
 };
 
 kvf_checksum * kvf_checksum_new() {

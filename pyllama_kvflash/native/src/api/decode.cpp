@@ -1,4 +1,4 @@
-// decoding: batches, the likeliest token, and positions that are forgotten
+// decoding: batches, the likeliest token, and removal of positions
 
 #include "api/args.h"
 #include "coarse/lanes.h"
@@ -15,7 +15,7 @@
 #include <vector>
 
 static std::mutex                      g_bad_mutex;
-static std::set<const llama_context *> g_bad; // one that was freed since then does no harm
+static std::set<const llama_context *> g_bad; // may contain freed contexts, which does no harm
 
 void kvf_mark_bad(const llama_context * ctx) {
     const std::lock_guard<std::mutex> lock(g_bad_mutex);
@@ -29,7 +29,7 @@ bool kvf_was_bad(const llama_context * ctx) {
 
 static void check_not_paned(llama_context * ctx) {
     const auto * kv = llama_kvflash::get_kv(ctx->get_memory());
-    kvf_check(!kv || !llama_kvflash::panes(*kv), "a paned context decodes exact batches only");
+    kvf_check(!kv || !llama_kvflash::panes(*kv), "a paned context decodes exact batches only: use kvf_decode_exact()");
 }
 
 static void decode(llama_context * ctx, const llama_token * tokens, int32_t n, std::vector<llama_pos> & pos,
@@ -58,7 +58,7 @@ static void decode(llama_context * ctx, const llama_token * tokens, int32_t n, s
 
     if (mover) { mover->order(ctx, is_free); }
 
-    // llama.h has no names for these
+    // return values of llama_decode(), which llama.h does not name
     constexpr int DECODED = 0, NO_ROOM = 1, ABORTED = 2, NO_MEMORY = -2;
 
     switch (llama_decode(ctx, batch)) {
@@ -84,11 +84,11 @@ void kvf_compute(llama_context * ctx, llama_seq_id seq, llama_pos pos, const lla
 
 int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama_token * tokens, int32_t n, int outputs) {
     return kvf_guard([&] {
-        kvf_check(ctx && tokens, "a context and tokens are needed");
+        kvf_check(ctx && tokens, "ctx and tokens must not be null");
         kvf_check_seq(ctx, seq);
         check_not_paned(ctx);
-        kvf_check(n > 0 && (uint32_t) n <= llama_n_batch(ctx), "a batch has 1 to n_batch tokens");
-        kvf_check(pos >= 0 && pos <= INT32_MAX - n, "positions are from 0 to 2^31 - 1");
+        kvf_check(n > 0 && (uint32_t) n <= llama_n_batch(ctx), "a batch must have 1 to n_batch tokens");
+        kvf_check(pos >= 0 && pos <= INT32_MAX - n, "positions must be from 0 to 2^31 - 1");
 
         kvf_compute(ctx, seq, pos, tokens, n, outputs);
     });
@@ -97,9 +97,10 @@ int kvf_decode(llama_context * ctx, llama_seq_id seq, llama_pos pos, const llama
 int kvf_decode_each(
         llama_context * ctx, const llama_seq_id * seqs, const llama_pos * pos, const llama_token * tokens, int32_t n) {
     return kvf_guard([&] {
-        kvf_check(ctx && seqs && pos && tokens, "a context, sequences, positions and tokens are needed");
+        kvf_check(ctx && seqs && pos && tokens, "ctx, seqs, pos and tokens must not be null");
         check_not_paned(ctx);
-        kvf_check(n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "a batch of several sequences has 1 to n_ubatch tokens");
+        kvf_check(
+                n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "a batch of several sequences must have 1 to n_ubatch tokens");
 
         std::vector<llama_pos>      p(pos, pos + n);
         std::vector<llama_seq_id>   s(seqs, seqs + n);
@@ -108,10 +109,10 @@ int kvf_decode_each(
 
         for (int32_t i = 0; i < n; ++i) {
             kvf_check_seq(ctx, s[i]);
-            kvf_check(p[i] >= 0 && p[i] < INT32_MAX, "positions are from 0 to 2^31 - 1");
+            kvf_check(p[i] >= 0 && p[i] < INT32_MAX, "positions must be from 0 to 2^31 - 1");
             const bool goes_on = i > 0 && s[i] == s[i - 1] && p[i] == p[i - 1] + 1;
             kvf_check(goes_on || std::find(s.begin(), s.begin() + i, s[i]) == s.begin() + i,
-                    "the tokens of a sequence follow each other in a batch");
+                    "the tokens of a sequence must be consecutive in a batch");
             to[i] = &s[i];
         }
 
@@ -119,7 +120,7 @@ int kvf_decode_each(
     });
 }
 
-// in lanes, which become vector instructions: a plain loop would have to keep the order of its comparisons
+// written in lanes, so that it vectorises: a plain loop would have to keep the order of comparisons
 static int32_t argmax(const float * x, int32_t n) {
     constexpr int32_t N = 32;
 
@@ -140,7 +141,7 @@ static int32_t argmax(const float * x, int32_t n) {
         top = x[i] > top ? x[i] : top;
         is_bad |= !(x[i] < INFINITY);
     }
-    if (is_bad || top == -INFINITY) { // -inf alone: a token that the model never gives
+    if (is_bad || top == -INFINITY) { // a few logits of -inf are fine: tokens that the model never produces
         const auto n_bad = std::count_if(x, x + n, [](float logit) { return !std::isfinite(logit); });
         throw kvf_not_finite(format("%d of the model's %d logits", (int) n_bad, n));
     }
@@ -149,16 +150,16 @@ static int32_t argmax(const float * x, int32_t n) {
 
 int kvf_synchronize(llama_context * ctx) {
     return kvf_guard([&] {
-        kvf_check(ctx, "there is no context");
+        kvf_check(ctx, "ctx must not be null");
         ctx->synchronize();
     });
 }
 
 int kvf_argmax(llama_context * ctx, int32_t i, llama_token * token) {
     return kvf_guard([&] {
-        kvf_check(ctx && token, "a context and a place for the token are needed");
+        kvf_check(ctx && token, "ctx and token must not be null");
         const float * logits = llama_get_logits_ith(ctx, i);
-        kvf_check(logits, "the last batch has no such output");
+        kvf_check(logits, "the last batch has no logits for output i");
         try {
             *token = argmax(logits, llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))));
         } catch (...) {
@@ -168,7 +169,7 @@ int kvf_argmax(llama_context * ctx, int32_t i, llama_token * token) {
     });
 }
 
-// what the softmax of n finite logits gives the largest, `top`
+// the softmax probability of the largest of n finite logits, `top`
 KVF_CLONES static float top_probability(const float * x, int32_t n, float top) {
     lanes_f sum = {};
     int32_t i   = 0;
@@ -187,7 +188,7 @@ KVF_CLONES static float top_probability(const float * x, int32_t n, float top) {
 int kvf_top_probability(llama_context * ctx, int32_t i, float * res) {
     return kvf_guard([&] {
         llama_token likeliest = -1;
-        kvf_check(res, "a place for the probability is needed");
+        kvf_check(res, "res must not be null");
         const int status = kvf_argmax(ctx, i, &likeliest);
         if (status != KVF_OK) { throw kvf_failure(status, kvf_error()); }
         const float * logits = llama_get_logits_ith(ctx, i);
@@ -202,7 +203,7 @@ static void free_guests(llama_context * ctx, llama_seq_id seq) {
 
 int kvf_clear(llama_context * ctx) {
     return kvf_guard([&] {
-        kvf_check(ctx, "there is no context");
+        kvf_check(ctx, "ctx must not be null");
         ctx->synchronize();
         auto * kv = llama_kvflash::get_kv(ctx->get_memory());
         if (kv && llama_kvflash::is_pool(*kv)) { llama_kvflash::mover(*kv).wait(); }
@@ -216,7 +217,7 @@ int kvf_clear(llama_context * ctx) {
 
 int kvf_clear_seq(llama_context * ctx, llama_seq_id seq) {
     return kvf_guard([&] {
-        kvf_check(ctx, "there is no context");
+        kvf_check(ctx, "ctx must not be null");
         kvf_check_seq(ctx, seq);
         ctx->synchronize();
         auto * kv = llama_kvflash::get_kv(ctx->get_memory());
@@ -230,19 +231,20 @@ int kvf_clear_seq(llama_context * ctx, llama_seq_id seq) {
 
 int kvf_seq_rm(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
     return kvf_guard([&] {
-        kvf_check(ctx, "there is no context");
+        kvf_check(ctx, "ctx must not be null");
         kvf_check_seq(ctx, seq);
-        // an overwritten window does not come back: the library would go on with the rest of it
+        // an overwritten window cannot be restored: llama.cpp would continue with the rest of it
         if (p1 < 0 && !llama_kvflash::has_window(ctx->get_memory(), seq, p0)) {
-            throw kvf_failure(KVF_E_UNSUPPORTED, format("the sliding window before position %d is gone, for later positions "
-                                                        "have taken its cells; clear the sequence and read its tokens again",
-                                                         p0));
+            throw kvf_failure(
+                    KVF_E_UNSUPPORTED, format("the sliding window before position %d is gone, because later positions "
+                                              "have overwritten it; clear the sequence and read its tokens again",
+                                               p0));
         }
         kvf_forget(ctx, seq, p0);
         if (!llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1)) {
             throw kvf_failure(
-                    KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d, for it "
-                                              "keeps no earlier one; clear the sequence and read its tokens again",
+                    KVF_E_UNSUPPORTED, format("the recurrent state of this model cannot go back to position %d, because it "
+                                              "keeps no earlier state; clear the sequence and read its tokens again",
                                                p0));
         }
     });

@@ -1,4 +1,4 @@
-// the library's log, exceptions as statuses, start and interrupt
+// llama.cpp's log, conversion of exceptions to statuses, start-up and interrupt
 
 #include "api/args.h"
 
@@ -21,7 +21,7 @@
 
 static std::atomic<int> g_min_level = GGML_LOG_LEVEL_NONE;
 
-// the library writes why it failed to its log only: keep its last error lines
+// the last error lines of the log: llama.cpp explains its failures only there
 static std::mutex  g_log_mutex;
 static std::string g_log;
 
@@ -58,10 +58,10 @@ void kvf_log_level(int min_level) { g_min_level = min_level; }
 
 static thread_local std::string g_error;
 
-// calls of kvf_guard() that this thread is in
+// nesting depth of this thread in kvf_guard()
 static thread_local int g_guarded = 0;
 
-// what a GPU's backend logs just before it aborts with "CUDA error" alone; empty: nothing
+// the cause that a GPU backend logs just before it aborts with a bare "CUDA error"; empty: none
 static std::string gpu_error() {
     static const std::string mark = "CUDA error: ";
 
@@ -70,32 +70,32 @@ static std::string gpu_error() {
     return at == std::string::npos ? "" : log.substr(at + mark.size(), log.find('\n', at) - at - mark.size());
 }
 
-// a failed GGML_ASSERT of the library would end the process: within a kvf_guard() it becomes an exception instead, which
-// passes through C code (compiled with -fexceptions, see CMakeLists.txt). the library's state may be damaged then, but the
-// caller can report the error, and keep its data
+// a failed GGML_ASSERT would end the process. within a kvf_guard() it becomes an exception instead, which passes through C
+// code (compiled with -fexceptions, see CMakeLists.txt). llama.cpp's state may be damaged then, but the caller can report
+// the error and keep its data
 static void on_abort(const char * message) {
     if (g_guarded > 0) {
         const std::string why = gpu_error();
-        if (why == "out of memory" || why == "the resource allocation failed") { // the latter is cuBLAS's
+        if (why == "out of memory" || why == "the resource allocation failed") { // the latter is from cuBLAS
             throw kvf_failure(KVF_E_MEMORY,
-                    "the GPU ran out of memory while it computed: leave it more, by a smaller `n_ubatch`, `pool` or "
-                    "`n_ctx`, or by `n_gpu_layers`; `kvflash plan` says what fits");
+                    "the GPU ran out of memory during the computation: reduce `n_ubatch`, `pool`, `n_ctx` or "
+                    "`n_gpu_layers`; `kvflash plan` shows what fits");
         }
         throw kvf_failure(KVF_E_BACKEND, why.empty() ? message : message + (": " + why));
     }
     fprintf(stderr, "%s\n", message);
 }
 
-// a destructor goes on: it runs outside a kvf_guard(), or while an exception is on its way
+// destructors must not throw: they run outside a kvf_guard(), or during stack unwinding
 void kvf_on_lost(const char * endpoint) {
     if (g_guarded > 0 && std::uncaught_exceptions() == 0) {
         throw kvf_failure(KVF_E_LOST, "the RPC server " + std::string(endpoint) +
-                                              " is gone, with the weights and the KV cache that it held: start it again, "
-                                              "and load the model again");
+                                              " is gone, with its weights and KV cache: start it again, and load the "
+                                              "model again");
     }
 }
 
-// the status of the exception that is being handled; what it says becomes this thread's kvf_error()
+// the status of the current exception. its message becomes this thread's kvf_error()
 static int status_of_exception() {
     const auto failed = [](int status, const char * what) {
         g_error = what;
@@ -132,8 +132,8 @@ const char * kvf_error(void) { return g_error.c_str(); }
 static std::atomic<bool> g_stop = false;
 
 #ifdef GGML_BACKEND_DL
-// the backends of a wheel are modules in this library's folder. there are many for the CPU: the best one for this processor
-// is loaded
+// load the backends of a wheel, which are modules in this library's folder. of the CPU backends, only the best one for this
+// processor is loaded
 static void load_backends() {
     Dl_info self;
     if (dladdr((void *) kvf_init, &self)) {
@@ -146,7 +146,7 @@ void kvf_init(void) {
     static std::once_flag once;
     std::call_once(once, [] {
 #ifndef _WIN32
-        setenv("GGML_NO_BACKTRACE", "1", 0); // it would start a debugger on the process
+        setenv("GGML_NO_BACKTRACE", "1", 0); // a backtrace would attach a debugger to the process
 #endif
         llama_log_set(log_line, nullptr);
         ggml_set_abort_callback(on_abort);

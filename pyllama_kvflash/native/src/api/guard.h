@@ -6,20 +6,20 @@
 #include <stdexcept>
 #include <string>
 
-// an error of the C API on its way up: a status, and the sentence that goes with it
+// an error of the C API: a status and a message
 struct kvf_failure : std::runtime_error {
     kvf_failure(int status, const std::string & what) : std::runtime_error(what), status(status) {}
 
     int status;
 };
 
-// run f, and turn whatever it throws into a status: a failed assertion of the library, too
+// run f, and convert its exceptions to a status. failed assertions of llama.cpp count as exceptions
 LLAMA_API int kvf_guard(const std::function<void()> & f);
 
-// what an RPC server that is gone means to the call that needs it: KVF_E_LOST, but in a destructor
+// fail the call that needs a lost RPC server with KVF_E_LOST, unless it is in a destructor
 void kvf_on_lost(const char * endpoint);
 
-// the error for what no sound model computes
+// the error for values that no intact model computes
 inline kvf_failure kvf_not_finite(const std::string & what) {
     return kvf_failure(
             KVF_E_LOGITS, what + " are NaN or infinite: its weights are damaged, or a value was too large for f16; "

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-// the library divides by some metadata, and allocates by others, without checking it: a damaged file would end the process,
-// or keep it busy for ever
+// llama.cpp divides by some metadata values and allocates by others without checking them: a damaged file would crash the
+// process, or keep it busy forever
 static void check_metadata(const char * path) {
     static const struct {
         const char * suffix;
@@ -39,8 +39,8 @@ static void check_metadata(const char * path) {
             const size_t n = strlen(limit.suffix);
             if (key.size() > n && key.compare(key.size() - n, n, limit.suffix) == 0 &&
                     (value < limit.low || value > limit.high)) {
-                throw kvf_failure(
-                        KVF_E_MODEL, format("its metadata is damaged: %s is %lld", key.c_str(), (long long) value));
+                throw kvf_failure(KVF_E_MODEL,
+                        format("its metadata is damaged: %s is %lld; get the file again", key.c_str(), (long long) value));
             }
         }
     }
@@ -50,11 +50,11 @@ int kvf_model_load(const char * path, const llama_model_params * params, const c
         llama_model ** model) {
     return kvf_guard([&] {
         kvf_check(path && params && model && (on_host || !n_on_host),
-                "a path, parameters and a place for the model are needed");
+                "path, params and model must not be null, nor on_host if n_on_host > 0");
         kvf_take_log();
         check_metadata(path);
 
-        // the caller's callback; kvf_interrupt() stops loading, too
+        // call the caller's callback, and let kvf_interrupt() stop the loading
         llama_model_params mparams          = *params;
         mparams.progress_callback_user_data = const_cast<llama_model_params *>(params);
         mparams.progress_callback           = [](float progress, void * ud) {
@@ -81,7 +81,8 @@ uint32_t kvf_n_weight(llama_model * model) { return model ? model->tensors_by_na
 
 int kvf_get_weight(llama_model * model, uint32_t i, const char ** name, uint64_t * size, int32_t * device) {
     return kvf_guard([&] {
-        kvf_check(name && size && device && i < kvf_n_weight(model), "there is no such tensor in the model");
+        kvf_check(name && size && device && i < kvf_n_weight(model),
+                "name, size and device must not be null; i must be below kvf_n_weight()");
         const auto & [its_name, tensor] = model->tensors_by_name[i];
 
         *name   = its_name.c_str();
@@ -92,7 +93,7 @@ int kvf_get_weight(llama_model * model, uint32_t i, const char ** name, uint64_t
 
 int kvf_quantize(const char * src, const char * dst, const llama_model_quantize_params * params) {
     return kvf_guard([&] {
-        kvf_check(src && dst && params, "two paths and parameters are needed");
+        kvf_check(src && dst && params, "src, dst and params must not be null");
         kvf_take_log();
         if (llama_model_quantize(src, dst, params) != 0) { throw kvf_failure(KVF_E_MODEL, kvf_take_log()); }
     });
@@ -100,12 +101,13 @@ int kvf_quantize(const char * src, const char * dst, const llama_model_quantize_
 
 int kvf_device_memory(uint32_t device, size_t * n_free, size_t * n_total) {
     return kvf_guard([&] {
-        kvf_check(n_free && n_total && device < ggml_backend_dev_count(), "there is no such device");
+        kvf_check(n_free && n_total && device < ggml_backend_dev_count(),
+                "n_free and n_total must not be null; device must be below ggml_backend_dev_count()");
         ggml_backend_dev_memory(ggml_backend_dev_get(device), n_free, n_total);
     });
 }
 
-// a function of the RPC backend, which is a module of its own in a wheel; null: this build has none
+// a function of the RPC backend, which is a separate module in a wheel; null: this build has no RPC backend
 template <typename F> static F rpc_function(const char * name) {
     auto * reg = ggml_backend_reg_by_name("RPC");
     return reg ? (F) ggml_backend_reg_get_proc_address(reg, name) : nullptr;
@@ -113,7 +115,7 @@ template <typename F> static F rpc_function(const char * name) {
 
 int kvf_add_rpc(const char * endpoint) {
     return kvf_guard([&] {
-        kvf_check(endpoint, "an endpoint is needed");
+        kvf_check(endpoint, "endpoint must not be null");
         kvf_init();
         kvf_take_log();
 

@@ -1,12 +1,12 @@
 #pragma once
 
-// Options of the sockets of an RPC client (patch 0009). Include it after the system's headers of sockets.
+// Socket options of an RPC client (patch 0009). Include this after the system's socket headers.
 
 #ifndef _WIN32
 #include <sys/time.h>
 #endif
 
-// seconds after which a server counts as lost: without a first answer, and without a sign of its machine
+// seconds until a server counts as lost: without its first answer, and without any sign of its machine
 static constexpr int KVF_SECONDS_TO_ANSWER  = 10;
 static constexpr int KVF_SECONDS_TO_BE_GONE = 60;
 
@@ -23,7 +23,7 @@ template <typename fd_t> static void kvf_set_time_to_answer(fd_t fd, int seconds
 #endif
 }
 
-// before the connection: its first answer has to come soon
+// before the connection: the first answer must come soon
 template <typename fd_t> static void kvf_expect_answer(fd_t fd) {
     kvf_set_time_to_answer(fd, KVF_SECONDS_TO_ANSWER);
 #ifdef TCP_USER_TIMEOUT
@@ -31,7 +31,7 @@ template <typename fd_t> static void kvf_expect_answer(fd_t fd) {
 #endif
 }
 
-// after it: a computation may take long, and the other machine acknowledges what it is sent meanwhile
+// after the connection: a computation may take long, but the other machine still acknowledges data
 template <typename fd_t> static void kvf_be_patient(fd_t fd) {
     kvf_set_time_to_answer(fd, 0);
     kvf_set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);

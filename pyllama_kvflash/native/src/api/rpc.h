@@ -1,7 +1,7 @@
 #pragma once
 
-// A lost RPC server fails the calls that need it: hooks in llama.cpp's RPC backend (patch 0009), which ends the process
-// otherwise. A message to a lost server has no effect, and its answer is zeros.
+// Hooks in llama.cpp's RPC backend (patch 0009): calls that need a lost RPC server fail, instead of ending the process. A
+// message to a lost server has no effect, and its answer is zeros.
 
 #include <atomic>
 #include <functional>
@@ -12,16 +12,16 @@
 
 #include "ggml.h"
 
-// the connection to a server
+// a connection to a server
 struct kvf_rpc_server {
     using on_lost_t = void (*)(const char * endpoint);
 
-    // called when a call needs a lost server, and may throw; without it the process ends
+    // runs when a call needs a lost server, and may throw. without it, the process ends
     static inline std::atomic<on_lost_t> on_lost = nullptr;
 
     std::string           endpoint;
     std::atomic_bool      lost = false;
-    std::function<void()> shutdown; // ends what the connection is sending or receiving
+    std::function<void()> shutdown; // interrupts sending and receiving
 
     ~kvf_rpc_server() {
         std::lock_guard<std::mutex> const lock(mutex);
@@ -35,7 +35,7 @@ struct kvf_rpc_server {
         all.insert(this);
     }
 
-    // after a message. output: where its answer is to be, of size bytes; null: it has none
+    // call after each message. output: the buffer of the answer, size bytes; null: there is no answer
     void answered(bool ok, void * output, size_t size) {
         lost = !ok;
         if (!ok && output) { memset(output, 0, size); }
@@ -63,7 +63,7 @@ private:
     static inline std::set<kvf_rpc_server *> all;
 };
 
-// a function by its name, as ggml_backend_reg_get_proc_address() finds it; null: not one of these
+// look up a hook by name, for ggml_backend_reg_get_proc_address(); null: there is no such hook
 inline void * kvf_rpc_function(const char * name) {
     if (strcmp(name, "kvflash_rpc_set_on_lost") == 0) {
         return (void *) +[](kvf_rpc_server::on_lost_t f) { kvf_rpc_server::on_lost = f; };

@@ -1,23 +1,23 @@
 #pragma once
 
-// limits of chat templates, which come with model files and are not trusted: hooks in llama.cpp's interpreter of them
+// limits for chat templates, which come with model files and are not trusted: hooks in llama.cpp's template interpreter
 
 #include <chrono>
 #include <cstdint>
 #include <stdexcept>
 
-// limits of the template that runs on this thread; without a deadline, any time
+// limits and state of the template that runs on this thread. the default deadline is never
 struct kvf_template_run {
     using clock = std::chrono::steady_clock;
 
-    static constexpr int    max_depth = 400;      // of nested expressions: each takes a few KiB of the stack
-    static constexpr size_t max_range = 100000;   // items of range(), as jinja2's sandbox has it
-    static constexpr size_t max_items = 1 << 20;  // of any list
-    static constexpr size_t max_text  = 64 << 20; // bytes of any text on its way
+    static constexpr int    max_depth = 400;      // nested expressions; each takes a few KiB of stack
+    static constexpr size_t max_range = 100000;   // items of range(), the limit of jinja2's sandbox
+    static constexpr size_t max_items = 1 << 20;  // items of any list
+    static constexpr size_t max_text  = 64 << 20; // bytes of any intermediate text
 
     clock::time_point deadline = clock::time_point::max();
     int               depth    = 0;
-    bool              refused  = false; // it exceeded a limit
+    bool              refused  = false; // the template exceeded a limit
 };
 
 inline thread_local kvf_template_run kvf_template;
@@ -40,15 +40,15 @@ struct kvf_template_step {
     kvf_template_step(const kvf_template_step &)             = delete;
     kvf_template_step & operator=(const kvf_template_step &) = delete;
 
-    // the result of a step, unless it is too large
+    // return the result of a step, or refuse it as too large
     template <typename T> T checked(T val) const {
-        if (val->val_str.length() > kvf_template_run::max_text) { kvf_template_refuse("it makes too long a text"); }
-        if (val->val_arr.size() > kvf_template_run::max_items) { kvf_template_refuse("it makes too long a list"); }
+        if (val->val_str.length() > kvf_template_run::max_text) { kvf_template_refuse("it produces too long a text"); }
+        if (val->val_arr.size() > kvf_template_run::max_items) { kvf_template_refuse("it produces too long a list"); }
         return val;
     }
 };
 
 inline void kvf_template_range(int64_t start, int64_t stop, int64_t step) {
     const double n = step == 0 ? 0.0 : ((double) stop - (double) start) / (double) step;
-    if (n > (double) kvf_template_run::max_range) { kvf_template_refuse("range() of too many items"); }
+    if (n > (double) kvf_template_run::max_range) { kvf_template_refuse("it calls range() for too many items"); }
 }

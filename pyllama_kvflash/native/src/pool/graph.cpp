@@ -1,5 +1,5 @@
-// further outputs of the attention graph: queries of the last tokens, and their attention. and its mask, where the cells are
-// positions
+// additional outputs of the attention graph: the queries of the last tokens, and their attention. also the mask of a paned
+// cache, whose cell indices are positions
 
 #include "guests/fresh.h"
 #include "pool/impl.h"
@@ -14,18 +14,18 @@
 #include <thread>
 #include <vector>
 
-// q: [d, n_head, n_tokens], as the attention gets it. k: [d, n_head_kv, n_kv, 1], of the cache. kq_mask: [n_kv, n_tokens]
+// q: [d, n_head, n_tokens], the attention's input. k: [d, n_head_kv, n_kv, 1], from the cache. kq_mask: [n_kv, n_tokens]
 void llm_graph_context::build_taps(
         ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) const {
     if (cparams.fresh && cparams.fresh->reads(il)) { cparams.fresh->build(ctx0, gf, res, q, kq_scale, il); }
     if (il < 0 || !cparams.q_tap || !cparams.q_tap_layers[il]) { return; }
 
-    // many are as costly as a part of the attention itself, and not needed in the middle of a prompt. one is taken there:
-    // ggml lays out a graph with other nodes anew, and waits for all devices before
+    // the attention of many tokens is costly, and not needed in the middle of a prompt. one token is still taken there, to
+    // keep the graph's nodes the same: if they change, ggml waits for all devices and allocates the graph again
     const int64_t n_q = cparams.mass_piece && n_outputs == 0 ? 1 : std::min<int64_t>(q->ne[2], cparams.q_tap);
 
-    // not the whole Q with an output flag: ggml-alloc reuses the layout of the reserved prompt graph for one token, so the
-    // flag would have to be set for all ubatch sizes, at the price of n_ubatch*n_embd_q floats a layer
+    // do not flag the whole Q as an output instead: ggml-alloc reuses the layout of the reserved prompt graph for one token,
+    // so all ubatch sizes would need the flag, which costs n_ubatch*n_embd_q floats per layer
     q = ggml_cont(ctx0, ggml_view_3d(ctx0, q, q->ne[0], q->ne[1], n_q, q->nb[1], q->nb[2], (q->ne[2] - n_q) * q->nb[2]));
     res->t_q[il]     = q;
     res->q_scale[il] = kq_scale;
@@ -34,8 +34,8 @@ void llm_graph_context::build_taps(
 
     if (!cparams.mass_piece) { return; }
 
-    // the softmax of build_attn_mha() for these tokens alone, summed over heads and over pieces of positions. the heads that
-    // share keys are columns of one product, which reads the keys once: one product a head takes longer than the attention
+    // the softmax of build_attn_mha() for these tokens only, summed over heads and position pieces. heads that share keys
+    // are columns of one product, which reads the keys once: a product per head would take longer than the attention
     const int64_t n_share = q->ne[1] / k->ne[1];
 
     ggml_tensor * cols = ggml_cont(ctx0, ggml_permute(ctx0, q, 0, 2, 1, 3)); // [d, n_q, n_head]
@@ -66,13 +66,13 @@ void llm_graph_context::build_taps(
     ggml_build_forward_expand(gf, p);
 }
 
-// cur: the result of the attention, before it is in rows of all heads
+// cur: the result of the attention, before its heads are joined into rows
 ggml_tensor * llm_graph_context::build_coarse(ggml_tensor * cur, ggml_tensor * sinks, bool by_head, int il) const {
     auto * fresh = cparams.fresh;
     return fresh && fresh->reads(il) ? fresh->blend(ctx0, gf, cur, sinks, by_head, il) : cur;
 }
 
-static constexpr int DEEP = 12; // nodes from an attention's result to its products with keys
+static constexpr int DEEP = 12; // most nodes between the attention's result and its products with keys
 
 static void keep_on(ggml_backend_sched_t sched, ggml_backend_t backend, ggml_tensor * t, const ggml_tensor * k,
         const ggml_tensor * v, int depth) {
@@ -87,8 +87,8 @@ static void keep_on(ggml_backend_sched_t sched, ggml_backend_t backend, ggml_ten
     }
 }
 
-// Panes are filled under the nodes that read them. Where a layer's weights and rows are the host's, the scheduler would else
-// copy the rows to a GPU, with those weights, before they are there
+// Panes are filled during the computation. If a layer's weights and rows are on the host, the scheduler would copy both to a
+// GPU, and the rows too early. So the nodes that read the rows are kept on the CPU
 void llm_graph_context::keep_beside(ggml_tensor * cur, const ggml_tensor * k, const ggml_tensor * v) const {
     auto * buf = kvf_root(k)->buffer;
     if (cparams.paned && buf && ggml_backend_buffer_is_host(buf)) { keep_on(sched, backend_cpu, cur, k, v, DEEP); }
@@ -110,7 +110,7 @@ float llama_kvflash::soft_cap(const llama_kv_cache & kv) {
 // the mask of a paned cache
 //
 
-static constexpr size_t MASK_PER_THREAD = 1 << 19; // values: less is not worth a thread
+static constexpr size_t MASK_PER_THREAD = 1 << 19; // values; fewer are not worth a thread
 static constexpr size_t MASK_THREADS    = 8;
 
 template <typename T> static void fill_mask(T * row, T keep, T drop, int64_t n_kv, const llama_pos * pos, int64_t n) {
@@ -120,12 +120,12 @@ template <typename T> static void fill_mask(T * row, T keep, T drop, int64_t n_k
     }
 }
 
-// The library looks at each cell, in parallel with the batch before. The exact pass waits for each batch, so this must be
-// quick.
+// llama.cpp examines every cell, but in parallel with the previous batch. The exact pass waits for each batch, so its mask
+// must be fast
 bool llama_kvflash::set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const llama_ubatch & ubatch, bool causal) {
     if (!panes(kv) || !causal || kv.hparams.use_alibi || kv.swa_type != LLAMA_SWA_TYPE_NONE) { return false; }
     const auto & cells = kv.v_cells[0];
-    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) { // no two are at one position, so M-RoPE's other axes do not matter
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) { // no two tokens share a position, so M-RoPE's other axes do not matter
         const llama_pos pos = ubatch.pos[i];
         if (cells.is_empty(pos) || cells.pos_get(pos) != pos) { return false; }
     }
@@ -146,7 +146,7 @@ bool llama_kvflash::set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const
     for (int64_t i = 1; i < n_thread; ++i) {
         try {
             threads.emplace_back(part, i);
-        } catch (const std::system_error &) { part(i); } // the limit of threads is reached
+        } catch (const std::system_error &) { part(i); } // no more threads can be created
     }
     part(0);
     for (auto & t : threads) {
@@ -156,13 +156,13 @@ bool llama_kvflash::set_mask(const llama_kv_cache & kv, ggml_tensor * dst, const
 }
 
 //
-// what a graph gives out
+// outputs of a graph
 //
 
 const llm_graph_result * llama_kvflash::graph(const llama_context * ctx) { return ctx->gf_res_prev_active; }
 
 void llama_kvflash::set_callback(llama_context & ctx, ggml_backend_sched_eval_callback callback, void * data) {
-    ctx.cparams.cb_eval           = callback; // the library takes it from here with each new graph
+    ctx.cparams.cb_eval           = callback; // llama.cpp reads it from here for each new graph
     ctx.cparams.cb_eval_user_data = data;
     ggml_backend_sched_set_eval_callback(ctx.sched.get(), callback, data);
 }

@@ -16,14 +16,14 @@
 static constexpr size_t PAGE      = 4 << 10;
 static constexpr size_t HUGE_PAGE = 2 << 20;
 
-// large pages where what they waste is little
+// huge pages, unless they would waste much of a small allocation
 static size_t page_for(size_t size) { return size < 16 * HUGE_PAGE ? PAGE : HUGE_PAGE; }
 
 [[noreturn]] static void no_memory(size_t size) {
     throw kvf_failure(KVF_E_MEMORY, format("%zu bytes of host memory cannot be pinned", size));
 }
 
-// where they all are: first byte and size
+// all pinned allocations: first byte and size
 static std::mutex                     g_mutex;
 static std::map<const char *, size_t> g_places;
 
@@ -38,8 +38,8 @@ bool kvf_host::is_one(const void * a, const void * b) {
     return last < base + size;
 }
 
-// The memory is first taken from the system and touched, in large pages. That takes minutes for a hundred GiB, but blocks no
-// other thread. Pinning it afterwards is quick. A backend that cannot pin such memory allocates in its own way.
+// The memory is first allocated in huge pages and touched. That takes minutes for a hundred GiB, but blocks no other thread.
+// Pinning it afterwards is fast. If the backend cannot pin existing memory, it allocates the memory itself.
 kvf_host::kvf_host(ggml_backend_dev_t dev, size_t size) : size(GGML_PAD(size, page_for(size))) {
     take(dev, size);
 
@@ -56,7 +56,7 @@ void kvf_host::take(ggml_backend_dev_t dev, size_t size) {
         base = aligned_alloc(page_for(size), this->size);
         if (!base) { no_memory(size); }
         madvise(base, this->size, MADV_HUGEPAGE);
-        for (size_t at = 0; at < this->size; at += PAGE) { // the system clears a page once it is written to
+        for (size_t at = 0; at < this->size; at += PAGE) { // the system clears a page at the first write
             ((volatile char *) base)[at] = 0;
         }
         if (!pin(base, this->size)) {
@@ -70,7 +70,7 @@ void kvf_host::take(ggml_backend_dev_t dev, size_t size) {
     GGML_UNUSED(pin);
 #endif
 
-    // where memory cannot be pinned, some backends quietly give plain memory
+    // if pinning fails, some backends silently return plain memory
     auto * buft = ggml_backend_dev_host_buffer_type(dev);
     buf.reset(ggml_backend_buft_alloc_buffer(buft, size));
     if (!buf || ggml_backend_buffer_get_type(buf.get()) != buft) { no_memory(size); }

@@ -11,17 +11,17 @@
 #include <set>
 #include <string>
 
-// the largest stride that a 2D copy of CUDA takes
+// the largest stride of a 2D copy in CUDA
 static constexpr size_t MAX_STRIDE = INT32_MAX;
 
-// plain host memory belongs to no device, as the library sees it
+// ggml assigns plain host memory to no device
 ggml_backend_dev_t kvf_mover::device_of(ggml_backend_buffer_t buf) {
     auto * dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-// a stream of copies is worth having where an instance of the backend has a queue of its own, as those of ggml-cuda have.
-// Vulkan's is that of the computation. Metal's keeps a copy of all that it was given until it is synchronized
+// a separate stream for copies pays off only if each backend instance has a queue of its own, as in ggml-cuda. in Vulkan,
+// copies share the queue of the computation. Metal keeps a copy of all the data until it is synchronized
 bool kvf_mover::is_async(ggml_backend_dev_t dev) {
     static const std::set<std::string> streaming = {"CUDA", "ROCm", "MUSA"};
     if (!dev || !streaming.count(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)))) { return false; }
@@ -62,7 +62,7 @@ kvf_mover::kvf_mover(const std::vector<piece> & pieces, size_t record_bytes) : r
             }
         }
 
-        // extends a run of equal copies if the stride matches
+        // extend a run of equal copies if the stride matches
         auto & runs = p->runs;
         auto   r    = std::find_if(runs.rbegin(), runs.rend(), [&](const run & r) { return r.size == piece.size; });
         bool   fits = r != runs.rend();
@@ -121,7 +121,7 @@ void kvf_mover::bind(llama_context * ctx) {
     }
 }
 
-// the copies of a part that follow wait for all batches
+// make the part's next copies wait for all batches so far
 void kvf_mover::start(part & p) {
     if (p.behind >= n_batch) { return; }
 
@@ -137,7 +137,7 @@ kvf_mover::transfer & kvf_mover::begin(llama_context * ctx, int32_t block) {
     return flying.back();
 }
 
-// mark the end of a transfer on the streams that it is on
+// record the end of a transfer on each of its streams
 void kvf_mover::finish(transfer & t) {
     for (size_t i = 0; i < parts.size(); ++i) {
         auto & p = parts[i];
@@ -182,7 +182,7 @@ uint64_t kvf_mover::copy(llama_context * ctx, int32_t block, void * dst, const v
     }
     finish(t);
 
-    // buffers are not copied on the stream of the computation
+    // synchronous copies are not ordered against the computation
     bool synced = false;
     for (auto & p : parts) {
         if (!p.stream) {
@@ -247,7 +247,7 @@ void kvf_mover::order(llama_context * ctx, const std::function<bool(int32_t bloc
 }
 
 void kvf_mover::wait(uint64_t ticket) {
-    std::exception_ptr lost; // a server is gone: the copies of the others are waited for all the same
+    std::exception_ptr lost; // an RPC server is gone: still wait for the copies of the others
     while (!flying.empty() && flying.front().ticket <= ticket) {
         auto & t = flying.front();
         for (size_t i = 0; i < parts.size(); ++i) {

@@ -1,4 +1,4 @@
-// the state that no chunk holds: a recurrent state, a sliding window
+// the partial state, which is not in chunks: a recurrent state, a sliding window
 
 #include "api/args.h"
 
@@ -12,7 +12,7 @@
 
 static constexpr llama_state_seq_flags PARTIAL = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
 
-// a plain cache has no such state, but upstream would write all of its cells
+// needed because upstream would write all cells of a plain cache, which has no partial state
 static bool has_partial(llama_context * ctx) { return llama_kvflash::has_partial(ctx->get_memory()); }
 
 ggml_tensor kvf_bytes(const ggml_tensor * t, size_t offset, size_t n) {
@@ -29,7 +29,7 @@ ggml_tensor kvf_bytes(const ggml_tensor * t, size_t offset, size_t n) {
 
 namespace {
 
-// bytes of a tensor
+// a byte range of a tensor
 struct piece {
     ggml_tensor * tensor;
     size_t        offset, size;
@@ -37,7 +37,7 @@ struct piece {
     ggml_tensor view(size_t n) const { return kvf_bytes(tensor, offset, n); }
 };
 
-// where a state is, rather than what it is
+// collects where the tensors of a state are, instead of their contents
 struct places : llama_io_write_i {
     void write(const void * src, size_t size) override {
         bytes.insert(bytes.end(), (const char *) src, (const char *) src + size);
@@ -51,18 +51,18 @@ struct places : llama_io_write_i {
     std::deque<piece> pieces;
 };
 
-// and has it copied from there, which a device does by itself
+// reads a state from these places, from device to device
 struct copies : llama_io_read_i {
     explicit copies(places & from) : from(from) {}
 
     void read(void * dst, size_t size) override {
-        if (at + size > from.bytes.size()) { throw kvf_failure(KVF_E_BACKEND, "the state ends too early"); }
+        if (at + size > from.bytes.size()) { throw kvf_failure(KVF_E_BACKEND, "the state is too short"); }
         memcpy(dst, from.bytes.data() + at, size);
         at += size;
     }
     void read_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
         for (piece to = {tensor, offset, size}; to.size > 0;) {
-            if (from.pieces.empty()) { throw kvf_failure(KVF_E_BACKEND, "the state ends too early"); }
+            if (from.pieces.empty()) { throw kvf_failure(KVF_E_BACKEND, "the state is too short"); }
             auto &       its = from.pieces.front();
             const size_t n   = std::min(its.size, to.size);
             ggml_tensor  src = its.view(n), dst = to.view(n);
@@ -80,7 +80,7 @@ struct copies : llama_io_read_i {
 
 } // namespace
 
-// a sequence has another state: its attention cache ends there
+// forget the attention cache from the position of a new state on
 static void forget_from(llama_context * ctx, llama_seq_id seq, llama_pos pos) {
     kvf_forget(ctx, seq, pos);
     if (auto * kv = llama_kvflash::get_kv(ctx->get_memory())) { kv->seq_rm(seq, pos, -1); }
@@ -88,7 +88,7 @@ static void forget_from(llama_context * ctx, llama_seq_id seq, llama_pos pos) {
 
 int kvf_partial_size(llama_context * ctx, llama_seq_id seq, size_t * size) {
     return kvf_guard([&] {
-        kvf_check(ctx && size, "a context and a place for the result are needed");
+        kvf_check(ctx && size, "ctx and size must not be null");
         kvf_check_seq(ctx, seq);
         if (const auto * kv = llama_kvflash::get_window(ctx->get_memory())) {
             *size = llama_kvflash::window_size(*kv, seq);
@@ -100,7 +100,7 @@ int kvf_partial_size(llama_context * ctx, llama_seq_id seq, size_t * size) {
 
 int kvf_partial_get(llama_context * ctx, llama_seq_id seq, void * dst, size_t size) {
     return kvf_guard([&] {
-        kvf_check(ctx && dst, "a context and a place for the state are needed");
+        kvf_check(ctx && dst, "ctx and dst must not be null");
         kvf_check_seq(ctx, seq);
         if (const auto * kv = llama_kvflash::get_window(ctx->get_memory())) {
             llama_kvflash::window_get(ctx, *kv, seq, dst, size);
@@ -115,9 +115,9 @@ int kvf_partial_get(llama_context * ctx, llama_seq_id seq, void * dst, size_t si
 
 int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const void * src, size_t size) {
     return kvf_guard([&] {
-        kvf_check(ctx && src, "a context and a state are needed");
+        kvf_check(ctx && src, "ctx and src must not be null");
         kvf_check_seq(ctx, seq);
-        kvf_check(pos >= 0, "positions are from 0 to 2^31 - 1");
+        kvf_check(pos >= 0, "a position must be from 0 to 2^31 - 1");
         kvf_check(has_partial(ctx) == (size > 0), "this is not a state of this model");
         kvf_take_log();
         if (auto * kv = llama_kvflash::get_window(ctx->get_memory())) {
@@ -132,7 +132,7 @@ int kvf_partial_set(llama_context * ctx, llama_seq_id seq, llama_pos pos, const 
 
 int kvf_partial_copy(llama_context * from, llama_context * to, llama_seq_id seq, llama_pos pos) {
     return kvf_guard([&] {
-        kvf_check(from && to && pos >= 0, "two contexts and a position are needed");
+        kvf_check(from && to && pos >= 0, "from and to must not be null; pos must be from 0 to 2^31 - 1");
         kvf_check_seq(from, seq);
         kvf_check_seq(to, seq);
         if (const auto * kv = llama_kvflash::get_window(from->get_memory())) {

@@ -26,7 +26,7 @@
 // set-up
 //
 
-// thread-local rather than a field of llama_context_params, whose layout other bindings rely on
+// thread-local, not a field of llama_context_params: other bindings rely on its layout
 static thread_local const kvf_pool_params *    g_setup = nullptr;
 static thread_local std::shared_ptr<kvf_panes> g_panes;
 static thread_local std::optional<kvf_failure> g_refusal;
@@ -38,10 +38,10 @@ static thread_local std::optional<kvf_failure> g_refusal;
 
 llama_kvflash::scope::scope(const kvf_pool_params & params) {
     if (params.n_chunk != 16 && params.n_chunk != 32 && params.n_chunk != 64) {
-        throw kvf_failure(KVF_E_ARGUMENT, format("a chunk has 16, 32 or 64 positions, not %u", params.n_chunk));
+        throw kvf_failure(KVF_E_ARGUMENT, format("n_chunk must be 16, 32 or 64, not %u", params.n_chunk));
     }
     if (params.n_pool == 0 || params.n_pool % 256 != 0) {
-        throw kvf_failure(KVF_E_ARGUMENT, format("a pool has a multiple of 256 cells, not %u", params.n_pool));
+        throw kvf_failure(KVF_E_ARGUMENT, format("n_pool must be a multiple of 256 above 0, not %u", params.n_pool));
     }
 
     g_setup = &params;
@@ -50,8 +50,8 @@ llama_kvflash::scope::scope(const kvf_pool_params & params) {
 
 llama_kvflash::scope::scope(std::shared_ptr<kvf_panes> panes) {
     const uint32_t piece = panes->params.mass_piece;
-    kvf_check(panes->params.n_pane > 0, "at least one pane is needed");
-    kvf_check(piece == 0 || 256 % piece == 0, "mass_piece does not divide 256");
+    kvf_check(panes->params.n_pane > 0, "n_pane must be at least 1");
+    kvf_check(piece == 0 || 256 % piece == 0, "mass_piece must divide 256, or be 0");
 
     g_panes = std::move(panes);
     g_refusal.reset();
@@ -66,7 +66,7 @@ void llama_kvflash::scope::rethrow() const {
     if (g_refusal) { throw *g_refusal; }
 }
 
-// not clipped to kv_size, which is one sequence's: several may share a pool
+// not limited to kv_size, which is for one sequence: several may share a pool
 uint32_t llama_kvflash::n_cells(uint32_t kv_size) { return g_setup ? g_setup->n_pool : kv_size; }
 
 ggml_backend_buffer_t llama_kvflash::alloc(ggml_context * ctx, ggml_backend_buffer_type_t buft, llama_swa_type swa_type) {
@@ -106,14 +106,14 @@ void llama_kvflash::attach_fresh(llama_kv_cache & kv, llama_cparams & cparams) {
     for (uint32_t i = 0; i < n_layer(kv); ++i) {
         const auto l = layer(kv, i);
         if (l.n_embd_k != l.n_head_kv * l.n_embd_head_k || l.n_head % l.n_head_kv) {
-            refuse(KVF_E_UNSUPPORTED, format("the keys of layer %d are not rows of heads", l.il));
+            refuse(KVF_E_UNSUPPORTED, format("the K rows of layer %d are not divided into heads", l.il));
         }
     }
     const kvf_fresh::params params = {
             g_setup->n_exchange, cparams.n_ctx_seq, cparams.n_seq_max, g_setup->coarse_k, g_setup->coarse_v};
     const auto is_bits = [](uint32_t n) { return n == 2 || n == 4 || n == 32; };
     if (!is_bits(params.coarse_k) || !is_bits(params.coarse_v)) {
-        refuse(KVF_E_ARGUMENT, "codes have 2 or 4 bits a value; 32 are exact");
+        refuse(KVF_E_ARGUMENT, "coarse_k and coarse_v must be 2 or 4 bits, or 32 (exact)");
     }
     try {
         kv.pool_fresh =
@@ -139,13 +139,13 @@ void llama_kvflash::attach(llama_memory_i * mem, llama_cparams & cparams) {
 
     auto * kv = get_kv(mem);
     if (kv && kv->get_n_stream() != 1) {
-        refuse(KVF_E_UNSUPPORTED, "the sequences of a pool share its cells, and a cache of one stream each has none to "
-                                  "share; set kv_unified, or use the full cache");
+        refuse(KVF_E_UNSUPPORTED, "the sequences of a pool share its cells, but this cache has a separate stream for "
+                                  "each sequence; set kv_unified, or use the full cache");
     }
     if (!kv || kv->other || kv->layers.empty() || kv->get_size() != n_cells(cparams.n_ctx_seq)) {
         refuse(KVF_E_UNSUPPORTED, format("the memory of this model (%s) cannot be pooled", class_name(mem)));
     }
-    // the reserve up front covers one batch: nothing may be evicted between its ubatches
+    // nothing may be evicted between the ubatches of a batch, so the pool must hold a whole batch
     if (kv->get_size() < std::min(cparams.n_batch, cparams.n_ctx_seq) + 2 * g_setup->n_chunk) {
         refuse(KVF_E_ARGUMENT,
                 format("a pool of %u cells cannot hold a batch of %u and two chunks", kv->get_size(), cparams.n_batch));
@@ -172,8 +172,9 @@ std::vector<uint32_t> llama_kvflash::tapped(const llama_kv_cache & kv) {
 void llama_kvflash::reject_restore(llama_memory_i * mem) {
     const auto * kv = get_kv(mem);
     if (kv && is_pool(*kv)) {
-        throw kvf_failure(KVF_E_UNSUPPORTED, "a whole-context state cannot be restored into a pool, for it packs the cells "
-                                             "anew, across the chunks; page the chunks in, and restore the partial state");
+        throw kvf_failure(KVF_E_UNSUPPORTED,
+                "a whole-context state cannot be restored into a pool, because that re-packs the "
+                "cells across chunks; page in the chunks, and restore the partial state");
     }
 }
 
@@ -181,7 +182,7 @@ void llama_kvflash::reject_restore(llama_memory_i * mem) {
 // placement
 //
 
-// a memory of exactly this class: a derived one keeps more than its base does, and the pool does not know about that
+// cast to exactly this class: the pool does not know about the additional state of a derived class
 template <typename T> static T * exactly(llama_memory_i * mem) {
     return mem && typeid(*mem) == typeid(T) ? static_cast<T *>(mem) : nullptr;
 }
@@ -330,7 +331,7 @@ llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, co
     res.strm[0] = 0;
     res.idxs[0].reserve(ubatch.n_tokens);
 
-    // blocks given to chunks that begin in this ubatch
+    // blocks of the chunks that begin in this ubatch
     std::map<std::pair<llama_seq_id, int32_t>, uint32_t> fresh;
 
     uint32_t b_next = 0;
@@ -366,10 +367,10 @@ llama_kv_cache::slot_info llama_kvflash::find_slot(const llama_kv_cache & kv, co
 
         const uint32_t idx = block * n_chunk + pos % n_chunk;
 
-        // e.g. the tokens of an image that share one M-RoPE position
+        // for example, tokens of an image that share an M-RoPE position
         if (!cells.is_empty(idx) || (i > 0 && res.idxs[0].back() == idx)) {
-            LLAMA_LOG_ERROR("%s: position %d of sequence %d is already in the pool, which has one cell for each; tokens "
-                            "that share a position, as those of an image do, need the full cache\n",
+            LLAMA_LOG_ERROR("%s: position %d of sequence %d is already in the pool, which has one cell per position; tokens "
+                            "that share a position (those of an image, for example) need the full cache\n",
                     __func__, pos, seq);
             return {};
         }

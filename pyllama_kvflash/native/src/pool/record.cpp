@@ -1,4 +1,4 @@
-// chunks as bytes, see kvflash.h for the layout of a record
+// records: the serialised chunks. kvflash.h has their layout
 
 #include "pool/impl.h"
 
@@ -13,7 +13,7 @@
 static_assert(sizeof(kvf_record) == 64, "the record layout is a file format");
 static_assert(sizeof(llama_kv_cell_ext) == 12, "the record layout is a file format");
 
-// K rows begin on a cache line, whatever the chunk size
+// K rows are aligned to a cache line for every chunk size
 static constexpr uint32_t META_ALIGN = 64;
 
 uint32_t llama_kvflash::meta_bytes(const llama_kv_cache & kv) {
@@ -22,7 +22,7 @@ uint32_t llama_kvflash::meta_bytes(const llama_kv_cache & kv) {
 
 int32_t llama_kvflash::device_index(ggml_backend_buffer_type_t buft) {
     const auto * dev = ggml_backend_buft_get_device(buft);
-    // pinned memory of the host is a GPU's, by its type
+    // the buffer type of pinned host memory names a GPU as its device
     if (!dev || ggml_backend_buft_is_host(buft)) { dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
 
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
@@ -93,7 +93,7 @@ kvf_pool_info llama_kvflash::info(const llama_kv_cache & kv) {
 }
 
 void llama_kvflash::set_n_kv(const llama_kv_cache & kv, uint32_t n_kv) {
-    kvf_check(n_kv <= kv.get_size() && n_kv % 256 == 0, "the width is a multiple of 256, at most the pool's size");
+    kvf_check(n_kv <= kv.get_size() && n_kv % 256 == 0, "n_kv must be a multiple of 256, and at most n_pool");
     kv.pool_n_kv = std::max(kv.pool_n_kv, n_kv);
 }
 
@@ -151,7 +151,7 @@ std::vector<kvf_mover::piece> llama_kvflash::pieces(const llama_kv_cache & kv) {
         add(layer.k, 0, ggml_row_size(layer.k->type, layer.k->ne[0]) * kv.pool_chunk);
 
         if (layer.v && kv.v_trans) {
-            // one row of kv_size elements for each of its channels
+            // transposed V has one row of kv_size elements per channel
             const size_t el = ggml_type_size(layer.v->type);
             for (int64_t i = 0; i < layer.v->ne[0]; ++i) {
                 add(layer.v, i * el * kv.get_size(), el * kv.pool_chunk);
@@ -164,7 +164,7 @@ std::vector<kvf_mover::piece> llama_kvflash::pieces(const llama_kv_cache & kv) {
     return res;
 }
 
-// not by the mover's pieces, which this is to test
+// does not use the mover's pieces, since tests use this to check them
 void llama_kvflash::scribble(llama_context * ctx, const llama_kv_cache & kv, uint8_t byte) {
     ctx->synchronize();
     mover(kv).wait();
@@ -233,7 +233,7 @@ void llama_kvflash::drop(llama_kv_cache & kv, llama_seq_id seq, int32_t chunk) {
     }
 }
 
-// the first field in which a record differs from what this cache would write for the chunk, nullptr: none
+// the name of the first wrong field in a record's header; nullptr: it matches the chunk and the cache
 static const char * mismatch(const kvf_record & got, const kvf_record & want) {
     if (got.magic != want.magic) { return "magic number"; }
     if (got.version != want.version) { return "version"; }

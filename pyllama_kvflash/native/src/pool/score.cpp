@@ -1,4 +1,4 @@
-// products of summaries and keys with queries, see pool/summary.h. pure functions of the bytes that they are given
+// products of summaries and keys with queries, see pool/summary.h. all functions are pure
 
 #include "pool/summary.h"
 
@@ -18,14 +18,14 @@ static inline __attribute__((always_inline)) void widen(const uint16_t * src, la
     memcpy(&dst, &u, sizeof(dst));
 }
 
-// G queries of d floats times the LANES rows of a panel
+// multiply G queries of d floats with the LANES rows of a panel
 template <uint32_t G>
 static inline __attribute__((always_inline)) void multiply(
         const uint16_t * panel, uint32_t d, const float * q, lanes_f * res) {
     lanes_f even[G] = {};
     lanes_f odd[G]  = {};
 
-    for (uint32_t i = 0; i < d; i += 2) { // two sums a query: one would wait for itself
+    for (uint32_t i = 0; i < d; i += 2) { // two sums per query: a single one would be limited by the latency of additions
         lanes_f a, b;
         widen(panel + (size_t) i * LANES, a);
         widen(panel + (size_t) (i + 1) * LANES, b);
@@ -40,7 +40,7 @@ static inline __attribute__((always_inline)) void multiply(
     }
 }
 
-// the best row of each chunk in a panel that begins with row `row`. a chunk of more rows than LANES goes on in the next ones
+// the best row of each chunk in a panel whose first row is `row`. a chunk with more rows than LANES spans several panels
 static inline __attribute__((always_inline)) void best(
         const lanes_f & dots, uint32_t n_row, uint32_t row, uint32_t n, float * dst) {
     float x[LANES];
@@ -89,8 +89,8 @@ static void score_panels(const kvf_layer & layer, const uint16_t * slab, uint32_
     }
 }
 
-// logarithms of what all rows weigh for G queries: scale*q*row, and of how many keys a row stands for. each query's one
-// after the other
+// the logarithms of the weights of all rows for G queries: scale*q*row plus the logarithm of the number of keys that the row
+// stands for. one query after the other in dst
 template <uint32_t G>
 static inline __attribute__((always_inline)) void all_products(const kvf_layer & layer, const uint16_t * const * slabs,
         uint32_t slab_rows, uint32_t n, uint32_t head, const float * q, float scale, float * dst, size_t stride) {
@@ -108,7 +108,7 @@ static inline __attribute__((always_inline)) void all_products(const kvf_layer &
     }
 }
 
-// exp(x - the largest) of n_row rows at a time -> sums[n], and the sum of all. x has room for whole panels
+// sum exp(x - max(x)) over the n_row rows of each chunk -> sums[n]. returns the sum of all. x has room for whole panels
 static inline __attribute__((always_inline)) float sum_exponentials(float * x, uint32_t n, uint32_t n_row, float * sums) {
     const uint32_t n_all = n * n_row;
     const uint32_t n_pad = GGML_PAD(n_all, LANES);
@@ -142,7 +142,7 @@ static inline __attribute__((always_inline)) float sum_exponentials(float * x, u
         memcpy(sums, x, n * sizeof(float));
         return all;
     }
-    // halves are added to each other until one row is left
+    // add pairs of neighbours until each chunk has one value
     for (uint32_t width = n_row; width > 1; width /= 2) {
         for (uint32_t i = 0; i < n * width / 2; ++i) {
             x[i] = x[2 * i] + x[2 * i + 1];
@@ -208,8 +208,8 @@ void kvf_summary::score(const kvf_layer & layer, const uint16_t * slab, uint32_t
     score_panels(layer, slab, n, n_row, q, dst, stride);
 }
 
-// queries side by side in panels of LANES, dimension by dimension, those of one head of keys after the other: a key meets a
-// panel without a horizontal sum, and keys stay as they are
+// pack queries into panels of LANES, dimension by dimension, grouped by key head. so the product of a key and a panel needs
+// no horizontal sum, and keys need no repacking
 static std::vector<float> query_panels(const kvf_layer & layer, const float * q, uint32_t n_token, uint32_t n_panel) {
     const uint32_t d     = layer.n_embd_head_k;
     const uint32_t group = layer.n_head / layer.n_head_kv;
@@ -217,7 +217,7 @@ static std::vector<float> query_panels(const kvf_layer & layer, const float * q,
     std::vector<float> res((size_t) layer.n_head_kv * n_panel * d * LANES, 0.0f);
     for (uint32_t t = 0; t < n_token; ++t) {
         for (uint32_t h = 0; h < layer.n_head; ++h) {
-            const uint32_t i  = t * group + h % group; // among the queries of this head of keys
+            const uint32_t i  = t * group + h % group; // among the queries of this key head
             float *        to = res.data() + ((size_t) h / group * n_panel + i / LANES) * d * LANES + i % LANES;
             for (uint32_t j = 0; j < d; ++j) {
                 to[(size_t) j * LANES] = q[((size_t) t * layer.n_head + h) * d + j];
@@ -227,7 +227,7 @@ static std::vector<float> query_panels(const kvf_layer & layer, const float * q,
     return res;
 }
 
-// products of N keys with a panel of queries
+// multiply N keys with a panel of queries
 template <uint32_t N>
 static inline __attribute__((always_inline)) void meet(
         const kvf_keys & k, uint32_t first, const float * panel, lanes_f * res) {
@@ -242,8 +242,8 @@ static inline __attribute__((always_inline)) void meet(
     memcpy(res + first, sum, sizeof(sum));
 }
 
-// for each query of a panel: its largest product with a key, or the logarithm of the sum of exp(scale*product) ->
-// dst[LANES]; with edges, also over the first and the last n_edge keys alone -> the next ones
+// score each query of a panel -> dst[LANES]: its largest product with a key (scale 0), or the logarithm of the sum of
+// exp(scale*product). n_edge > 0: the same for the first n_edge keys, and for the last n_edge -> dst[3*LANES]
 KVF_CLONES
 static void score_panel(const kvf_keys & k, const float * panel, float scale, uint32_t n_edge, float * dst) {
     lanes_f dots[kvf_keys::MOST];
@@ -259,7 +259,7 @@ static void score_panel(const kvf_keys & k, const float * panel, float scale, ui
         return;
     }
 
-    lanes_f sums[3] = {}; // of all, the first and the last
+    lanes_f sums[3] = {}; // over all keys, the first and the last n_edge
     for (uint32_t t = 0; t < k.n; ++t) {
         const lanes_f e = exponential((dots[t] - most) * scale);
         sums[0] += e;
@@ -277,7 +277,7 @@ void kvf_summary::score_keys(const kvf_layer & layer, uint32_t n_chunk, const vo
         const float * q, uint32_t n_token, float scale, uint32_t n_edge, float * dst) {
     const uint32_t d       = layer.n_embd_head_k;
     const uint32_t group   = layer.n_head / layer.n_head_kv;
-    const uint32_t n_query = n_token * group; // for one head of keys
+    const uint32_t n_query = n_token * group; // of one key head
     const uint32_t n_panel = (n_query + LANES - 1) / LANES;
     const uint32_t n_part  = n_edge ? 3 : 1;
     const size_t   stride  = (size_t) n_token * layer.n_head * n; // from one part to the next

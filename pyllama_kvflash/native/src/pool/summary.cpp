@@ -1,4 +1,4 @@
-// summaries of a chunk's keys, see pool/summary.h. pure functions of the bytes that they are given
+// summaries of a chunk's keys, see pool/summary.h. all functions are pure
 
 #include "pool/summary.h"
 
@@ -10,11 +10,11 @@
 #include <numeric>
 
 static constexpr float TINY    = 1e-9f; // a row of zeros has no direction
-static constexpr float NOTHING = -1e4f; // the logarithm of no keys; finite, since it may be multiplied by 0
+static constexpr float NOTHING = -1e4f; // stands for the logarithm of 0 keys; finite, since it may be multiplied by 0
 
 static uint16_t to_bf16(float x) { return ggml_fp32_to_bf16(x).bits; }
 
-// squared distances of a point from n rows, which are given dimension by dimension: [d][n]
+// squared distances of a point from n rows, stored dimension by dimension: [d][n]
 KVF_CLONES
 static void distances(const float * columns, uint32_t n, const float * point, uint32_t d, float * res) {
     std::fill_n(res, n, 0.0f);
@@ -56,9 +56,9 @@ static std::vector<float> mean(const kvf_keys & k) {
     return res;
 }
 
-// k-means: farthest-point seeds (Gonzalez 1985), the first being the row farthest from the mean, then two Lloyd steps.
-// a centroid that loses all its rows stays where it is. Last, each is scaled to the mean length of its rows: the mean of
-// rows that point different ways is shorter than any of them, and would lose against a chunk of equal rows
+// k-means: farthest-point seeds (Gonzalez 1985), beginning with the row farthest from the mean, then two Lloyd steps. A
+// centroid without rows stays where it is. Finally, each centroid is scaled to the mean length of its rows: the mean of rows
+// with different directions is shorter than the rows, and would lose against a chunk of equal rows
 static std::vector<float> centroids(const kvf_keys & k, uint32_t n, float * counts) {
     std::vector<float> columns((size_t) k.d * k.n);
     for (uint32_t t = 0; t < k.n; ++t) {
@@ -138,7 +138,7 @@ static std::vector<float> rows(const kvf_keys & k) {
     return res;
 }
 
-// n_row rows, and how many keys each stands for
+// the n_row rows of a summary, and the number of keys that each stands for
 static std::vector<float> summary(const kvf_keys & k, int kind, uint32_t n_row, float * counts) {
     std::fill_n(counts, n_row, (float) k.n / n_row);
     switch (kind) {
@@ -149,7 +149,7 @@ static std::vector<float> summary(const kvf_keys & k, int kind, uint32_t n_row, 
     }
 }
 
-// what ggml_fp16_to_fp32() gives, but many at once: ggml-base is compiled for any processor, and goes one by one
+// vectorised ggml_fp16_to_fp32(): ggml-base is compiled for any processor, and converts one value at a time
 KVF_CLONES
 static void from_half(const ggml_fp16_t * src, uint32_t n, float * dst) {
     for (uint32_t i = 0; i < n; ++i) {
@@ -207,7 +207,7 @@ static void kvf_to_float(const kvf_layer & layer, uint32_t head, const void * ro
         memcpy(dst, (const float *) row + (size_t) head * d, d * sizeof(float));
     } else if (d % ggml_blck_size(type) == 0) {
         ggml_get_type_traits(type)->to_float((const char *) row + ggml_row_size(type, (size_t) head * d), dst, d);
-    } else { // a head ends within a block
+    } else { // heads are not aligned to quantisation blocks
         std::vector<float> all(layer.n_embd_k);
         ggml_get_type_traits(type)->to_float(row, all.data(), layer.n_embd_k);
         std::copy_n(all.data() + (size_t) head * d, d, dst);

@@ -5,9 +5,9 @@
 
 #include <vector>
 
-// keys of one head: n rows of d floats
+// the keys of one head: n rows of d floats
 struct kvf_keys {
-    static constexpr uint32_t MOST = 64; // of a chunk
+    static constexpr uint32_t MOST = 64; // keys of a chunk
 
     const float * data;
     uint32_t      n, d, stride;
@@ -18,14 +18,14 @@ struct kvf_keys {
 // the n keys of a record in one layer, [n][n_embd_k]
 std::vector<float> kvf_read_keys(const kvf_layer & layer, uint32_t n, const void * record);
 
-// summaries of the keys of a chunk, [n_row/16 panels][n_head_kv][n_embd_head_k + 1][16 rows] bf16 for each layer: the rows,
-// and the logarithms of how many keys each stands for. rows lie side by side in panels of LANES, dimension by dimension: a
-// panel is multiplied without a horizontal sum
+// summaries of chunks, [n_row/16 panels][n_head_kv][n_embd_head_k + 1][16 rows] bf16 for each layer: the rows, and the
+// logarithm of the number of keys that each row stands for. a panel stores LANES rows dimension by dimension, so its product
+// with a query needs no horizontal sum
 struct kvf_summary {
     static size_t size(const kvf_layer & layer, uint32_t n, uint32_t n_row);
 
-    // where lane `row % LANES` of dimension 0 of a row is; the next dimension is LANES further on. after the last one comes
-    // the logarithm of how many keys the row stands for
+    // the index of dimension 0 of a row. the next dimension is LANES further on. after the last one comes the logarithm of
+    // the number of keys that the row stands for
     static size_t place(const kvf_layer & layer, uint32_t head, uint32_t row) {
         return ((size_t) (row / LANES) * layer.n_head_kv + head) * (layer.n_embd_head_k + 1) * LANES + row % LANES;
     }

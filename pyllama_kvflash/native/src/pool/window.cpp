@@ -1,8 +1,8 @@
-// the sliding-window cache of a sequence as bytes, with the places of its cells: upstream's sequence state packs them anew,
-// and later results would round differently
+// serialise the sliding-window cache of a sequence with its cell indices: upstream's sequence state re-packs the cells, and
+// later results would round differently
 //
-// little endian: kvf_window, n_cell cells of kvf_window_cell, and for each layer in order the K rows of the cells, then
-// their V rows
+// little endian: kvf_window, n_cell cells of kvf_window_cell, and for each layer in order, the K rows and the V rows of the
+// cells
 
 #include "pool/impl.h"
 
@@ -17,11 +17,11 @@ struct kvf_window {
     uint32_t magic; // "KVFW"
     uint32_t version;
     uint32_t size; // cells of the cache
-    uint32_t head; // where the search for free ones begins
+    uint32_t head; // where the search for free cells begins
     uint32_t n_cell;
     uint32_t n_layer;
     uint32_t v_trans;
-    uint32_t row_bytes; // of a cell, in all layers
+    uint32_t row_bytes; // size of a cell in all layers
 };
 
 struct kvf_window_cell {
@@ -35,7 +35,7 @@ static_assert(sizeof(kvf_window) == 32 && sizeof(kvf_window_cell) == 20, "the wi
 static constexpr uint32_t MAGIC   = 0x5746564bu;
 static constexpr uint32_t VERSION = 1;
 
-// bytes that a cell has in a tensor of rows, or in one of columns
+// the bytes of a cell in a tensor, transposed or not
 static size_t cell_bytes(const ggml_tensor * t) { return t ? ggml_row_size(t->type, t->ne[0]) : 0; }
 
 // a cell of the cache, and its place in the blob
@@ -44,8 +44,8 @@ struct kvf_window_place {
     uint32_t at;
 };
 
-// copy the bytes of cells, of which the blob has n_cell: f is called with offsets in the tensor, offsets in the blob, and
-// sizes
+// call f for each contiguous run of cells with its offset in the tensor, its offset in the blob (of n_cell cells), and its
+// size. columns: the tensor is transposed
 template <typename F>
 static void each_run(const ggml_tensor * t, bool columns, uint32_t size, uint32_t n_cell,
         const std::vector<kvf_window_place> & places, F && f) {
@@ -69,7 +69,8 @@ static void each_run(const ggml_tensor * t, bool columns, uint32_t size, uint32_
 
 kvf_window llama_kvflash::window_head(const llama_kv_cache & kv, llama_seq_id seq) {
     if (kv.v_cells.size() != 1) {
-        throw kvf_failure(KVF_E_UNSUPPORTED, "the sliding-window cache has a part for each sequence");
+        throw kvf_failure(
+                KVF_E_UNSUPPORTED, "the sliding-window cache has a separate stream for each sequence; set kv_unified");
     }
 
     kvf_window res = {};
@@ -97,7 +98,7 @@ size_t llama_kvflash::window_size(const llama_kv_cache & kv, llama_seq_id seq) {
 }
 
 void llama_kvflash::window_get(llama_context * ctx, const llama_kv_cache & kv, llama_seq_id seq, void * dst, size_t size) {
-    kvf_check(size == window_size(kv, seq), "the place for the state has another size");
+    kvf_check(size == window_size(kv, seq), "size must be that of kvf_partial_size()");
     ctx->synchronize();
 
     const auto head = window_head(kv, seq);
@@ -135,8 +136,8 @@ std::vector<kvf_window_cell> llama_kvflash::window_cells(const llama_kv_cache & 
     return res;
 }
 
-// where the cells go: to their own places if these are free; else to the first free ones. where several sequences share the
-// cells, and where they go elsewhere, only those that the next position sees
+// choose where to restore the saved cells: at their own indices if these are free, otherwise in the first free cells. if
+// cells move, or several sequences share the cache, cells outside the window of the next position are left out
 std::vector<kvf_window_place> llama_kvflash::window_places(
         const llama_kv_cache & kv, const kvf_window & head, const std::vector<kvf_window_cell> & saved) {
     const auto & cells = kv.v_cells[0];
@@ -194,7 +195,7 @@ void llama_kvflash::window_set(llama_context * ctx, llama_kv_cache & kv, llama_s
     if (head.n_cell) { memcpy(saved.data(), in, head.n_cell * sizeof(kvf_window_cell)); }
     in += head.n_cell * sizeof(kvf_window_cell);
     for (const auto & cell : saved) {
-        if (cell.pos < 0) { throw kvf_failure(KVF_E_RECORD, "the sliding window has a cell without a position"); }
+        if (cell.pos < 0) { throw kvf_failure(KVF_E_RECORD, "a cell of the sliding window has no position"); }
     }
 
     ctx->synchronize();
@@ -220,7 +221,7 @@ void llama_kvflash::window_copy(
         llama_context * from, const llama_kv_cache & src, llama_context * to, llama_kv_cache & dst, llama_seq_id seq) {
     const auto head = window_head(src, seq), want = window_head(dst, seq);
     kvf_check(head.n_layer == want.n_layer && head.v_trans == want.v_trans && head.row_bytes == want.row_bytes,
-            "the other context has other layers or cache types");
+            "the layers or cache types of the two contexts differ");
     from->synchronize();
     to->synchronize();
     dst.seq_rm(seq, -1, -1);
@@ -228,7 +229,7 @@ void llama_kvflash::window_copy(
     const auto saved  = window_cells(src, seq);
     const auto places = window_places(dst, head, saved);
 
-    auto across = places; // the other cache takes the place of a blob
+    auto across = places; // the source is the other cache instead of a blob
     for (auto & p : across) {
         p.at = saved[p.at].idx;
     }
