@@ -19,7 +19,7 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import HostMemoryError, NativeError, PoolError, UnsupportedError, UsageError
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.loading import memory
-from pyllama_kvflash.native import LAST, Context, PoolParams, devices
+from pyllama_kvflash.native import LAST, Context, PoolParams, Record, devices
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.pool.step import Part, advance_exactly
 
@@ -517,3 +517,22 @@ def test_cut_off_at_every_line(
 
     _, places = cut_off_at_every_line(lambda: opened(name), act, check, prepare=prepare, files=files, step=stride)
     assert len(places) >= 20, "nothing was cut off"
+
+
+def test_rows_that_are_not_computed_yet_are_numbers(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool gets the whole record of the chunk being written, and a GPU multiplies masked rows by 0: NaN would stay."""
+    fresh = Context.host_buffer
+
+    def used(self: Context, size: int) -> Record:
+        res = fresh(self, size)
+        res[:] = 0xFF  # NaN, as memory of another use may be
+        return res
+
+    monkeypatch.setattr(Context, "host_buffer", used)
+    kv = opened()
+    prompt(kv, 5 * N_POOL + 3)
+    kv.decode(TOKENS[:1])
+    prompt(kv, CHUNK + 5)
+    last = np.empty(kv.pager.records.record_bytes, np.uint8)
+    kv.ctx.read(kv.n_tokens // CHUNK, last)
+    assert np.isfinite(last[kv.ctx.pool_info().meta_bytes :].view(np.float16)).all()
