@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and exit, quietly on Ctrl-C: while modules are imported, and while Python ends."""
+    """Run the command line and exit, without a traceback on Ctrl-C, even during imports and interpreter shutdown."""
     try:
         from pyllama_kvflash.cli import main as command_line  # noqa: PLC0415 (takes a while)
 

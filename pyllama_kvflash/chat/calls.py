@@ -102,7 +102,7 @@ class _Tool:
 
     @property
     def whole(self) -> "_Marks":
-        """The mark for its parameters."""
+        """The mark that stands for its parameters."""
         return _Marks(self.checked, {self.mark: [self.checked.key]})
 
     @property
@@ -150,7 +150,7 @@ _FEW = 1 << 14  # characters of a schema that is remembered
 
 
 def _arguments(schema: Any) -> Checked:
-    """Return the schema of a tool's arguments, checked. An agent sends the same ones with every turn."""
+    """Return the schema of a tool's arguments, checked. Agents resend it, so a small one is cached."""
     text = json.dumps(schema)
     return _remembered(text) if len(text) <= _FEW else check_arguments(schema)
 

@@ -95,7 +95,7 @@ class Kept:
             )
 
     def say(self) -> None:
-        """Say once that a text was kept which nobody asked to keep. save() does not: it may be called while a person types."""
+        """Say once that a text was kept unasked. save() does not say so: it may be called while a person types."""
         if self._news:
             self._reporter.note(self._news)
         self._news = ""

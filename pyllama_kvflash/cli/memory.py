@@ -1,4 +1,4 @@
-"""What a model takes of memory, in words."""
+"""A model's memory use, as text."""
 
 from collections.abc import Sequence
 
@@ -35,12 +35,12 @@ def sum_line(need: DeviceBytes) -> str:
 
 
 def held_in_ram(needs: Sequence[DeviceBytes]) -> tuple[int, int]:
-    """Return what a pool has without a GPU: bytes that it takes at once, and those that have come at the end of a context."""
+    """Return a pool's RAM without a GPU: bytes allocated at start, and bytes added by the time the context is full."""
     return sum(need.kv + need.panes for need in needs), sum(need.records + need.coarse for need in needs)
 
 
 def records_lines(options: Options, needs: Sequence[DeviceBytes], full: int) -> list[str]:
-    """Return what is to be said of where a pool's records are. needs: of a full context. full: bytes of the full cache."""
+    """Return warnings about where records are kept. needs: for a full context. full: bytes of the full cache."""
     if options.host_limit is not None and options.disk:
         return []
     if options.disk:
@@ -58,7 +58,7 @@ def records_lines(options: Options, needs: Sequence[DeviceBytes], full: int) -> 
 
 
 def memory_line(needs: Sequence[DeviceBytes]) -> str:
-    """Return the line that says all memory of a run, on every device."""
+    """Return the line that lists the memory a run needs, on every device."""
     line = "memory with a full context: " + "; ".join(f"{place_name(need)} up to {sum_line(need)}" for need in needs)
     loaded = sum(need.weights for need in needs if need.gpu)
     return line + (f"; while it loads, RAM also maps the file, {mib(loaded)}" if loaded else "")

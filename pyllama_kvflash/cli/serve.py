@@ -200,7 +200,7 @@ class _JSONReporter(Reporter):
 
 
 class _Handler(logging.Handler):
-    """Shows records of the log as the reporter shows warnings: with the names of options."""
+    """Shows log records as the reporter shows warnings: with option names."""
 
     def __init__(self, reporter: Reporter) -> None:
         super().__init__()

@@ -174,8 +174,8 @@ class Talk:
         return tokenize_chat(self._kv.model, same)[:-_MERGED]
 
     def _begin_with(self, tokens: Tokens) -> int:
-        """Leave in the context only what it has in common with tokens, without the last one, or what the prefix cache has of them.
-        Return the number of tokens.
+        """Restore tokens from the prefix cache if it has more of them, then keep only what the context shares with
+        tokens[:-1]. Return the number of tokens.
         """
         start = time.perf_counter()
         if n := self._asked.kept.restore(self._kv, tokens):

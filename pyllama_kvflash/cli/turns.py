@@ -20,7 +20,7 @@ class File(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its name without folders, as the model reads it: one that is moved is still the same text."""
+        """Its name without folders, as the model reads it: a moved file is still the same text."""
         return printable(Path(self.name).name)
 
 

@@ -17,7 +17,7 @@ Keys = dict[str, Any]
 
 
 def rope_keys(config: Config, head_dim: int, *, gemma: bool) -> tuple[Keys, list[float]]:
-    """Return the keys, and the divisors of the frequencies, (head_dim / 2,) or []. Raises ModelError and
+    """Return the keys and the frequency divisors: head_dim / 2 of them, or none. Raises ModelError and
     UnsupportedError.
     """
     theta = config.positive(*(f"{p}.rope_theta" for p in _WHERE), "rope_theta")
@@ -94,7 +94,7 @@ def _proportional(config: Config, head_dim: int, kind: str, partial: float | Non
 
 
 def _n_rot(config: Config, head_dim: int, partial: float) -> int:
-    """Return how many elements of a head are rotated, counted as in transformers; they come in pairs."""
+    """Return how many elements of a head are rotated, rounded down as transformers does; must be even."""
     n = int(head_dim * partial)
     if not n or n % 2:
         msg = f"{config.path}: partial_rotary_factor = {partial} of a head of {head_dim} is {n}, and must be even"

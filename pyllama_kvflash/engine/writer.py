@@ -9,9 +9,9 @@ from pyllama_kvflash.pool.step import Part
 
 
 class Writer:
-    """Writes an answer on a decoder's sequence.
+    """Writes an answer to a decoder's sequence.
 
-    at: positions before the answer's last token. After a step was cut off, the sequence may have more.
+    at: positions before the answer's last token. An interrupted step may leave more in the sequence.
     """
 
     def __init__(self, decoder: Decoder, answer: Answer, sampler: Sampler) -> None:

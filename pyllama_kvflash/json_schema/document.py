@@ -33,7 +33,8 @@ def place_of(pointer: str, keyword: str) -> str:
 class SchemaError(UsageError):
     """A schema cannot be used.
 
-    pointer: where ("#": the whole). keyword: what of it; "" if no single one is at fault. what: the fault. at: the place, to show.
+    pointer: where ("#": the whole). keyword: the one at fault; "" if no single one is. what: the fault.
+    at: the place, as shown.
     """
 
     def __init__(self, pointer: str, keyword: str, what: str) -> None:

@@ -47,7 +47,7 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """A text of all of these."""
+    """A text in all of these."""
 
     options: frozenset["Language"]
 
@@ -257,7 +257,7 @@ def size_of(language: Language) -> int:
 
 
 def counted(language: Language) -> Iterator[int]:
-    """Yield how often each of its parts is repeated."""
+    """Yield the repeat count of each repeated part."""
     if isinstance(language, Many):
         yield language.low if language.high is None else language.high
     for part in _parts(language):
@@ -279,7 +279,7 @@ States = dict[Language, list[tuple[Ranges, Language]]]
 
 @lru_cache(maxsize=256)
 def states(language: Language) -> States | None:
-    """Return the states of a language, without those from which no text ends: none if it is empty. None: there are too many."""
+    """Return a language's states from which a text can end; {} for an empty or regular one. None: too many states."""
     found: States = {}
     todo, size = [] if is_regular(language) else [language], 0
     while todo:
@@ -327,7 +327,7 @@ def _steps(language: Language) -> list[tuple[Ranges, Language]]:
 
 
 def _firsts(language: Language) -> set[Ranges]:
-    """Return sets of characters: two that are in the same of them may be followed by the same."""
+    """Return character sets: characters in exactly the same sets have the same continuations."""
     if isinstance(language, Chars):
         return {language.ranges}
     res: set[Ranges] = set()

@@ -40,7 +40,7 @@ def most(context: Context, branch: Branch, keyword: str) -> int | None:
 
 
 def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
-    """Return the numbers of a branch."""
+    """Return numbers a branch allows."""
     within = reduce(and_, (Interval.of(place.schema) for place in branch.places))
     step = reduce(_common, (exact(value) for _, value in branch.having("multipleOf")), None)
     if step is not None and (integer or step.denominator == 1):
@@ -86,7 +86,7 @@ def _common(one: Fraction | None, other: Fraction) -> Fraction:
 
 
 def _multiples(step: Fraction, within: Interval) -> tuple[int | float, ...] | None:
-    """Return the multiples in a range; None if there are too many, or they are not numbers of Python."""
+    """Return the multiples in a range; None if there are too many, or some are inexact in Python."""
     first, last = within.multiples(step)
     if first is None or last is None or last - first >= MAX_MULTIPLES:
         return None

@@ -9,8 +9,8 @@ _ZERO = ord("0")
 
 
 def digits(first: int | None, last: int | None, places: int) -> Language:
-    """Return the numbers from first to last, without exponents. places: the most digits after the point; both bounds are
-    counted in units of the last of these. None: no bound, but that of the digits.
+    """Return the numbers from first to last, without exponents. places: the most digits after the point.
+    first, last: in units of 10**-places; None: bounded only by the digit limit.
     """
     most = (
         10 ** (places + max(LONGEST, *(len(str(abs(n))) - places + 1 for n in (first, last) if n is not None), 0)) - 1

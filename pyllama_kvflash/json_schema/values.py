@@ -25,7 +25,7 @@ class Unsure(Exception):  # noqa: N818 (not an error of anybody's)
 
 
 def frozen(value: Any) -> Any:
-    """Return a value in a form that is equal if JSON Schema calls the values equal: 1 is 1.0, and not true."""
+    """Return a value in a form that compares as in JSON Schema: 1 equals 1.0, but not `true`."""
     if isinstance(value, dict):
         return "object", frozenset((name, frozen(part)) for name, part in value.items())
     if isinstance(value, list):

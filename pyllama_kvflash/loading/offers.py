@@ -137,7 +137,7 @@ def rank(offer: Offer, n_ctx: int) -> Rank:
 
 
 def usable(found: list[Offer]) -> list[Offer]:
-    """Return the ways to recommend: not the cache in RAM, which is slow, nor q4_0, which broke answers of the measured model."""
+    """Return the offers to recommend: not the cache in RAM (slow), nor q4_0, which broke answers in measurements."""
     return [offer for offer in found if offer.kind not in ("q4_0", "RAM")]
 
 

@@ -23,7 +23,7 @@ class Doubt:
     def all_right(self, tops: Sequence[float], average: float) -> float:
         """Return the probability that all tokens of a draft are accepted.
 
-        tops: for each token, the probability that the drafter gave it. average: the acceptance of all tokens.
+        tops: the drafter's probability of each token. average: the acceptance rate over all tokens.
         """
         at = [bisect(_EDGES, top) for top in tops]
         return math.prod((self._right[i] + _WEIGHT * average) / (self._tried[i] + _WEIGHT) for i in at)

@@ -190,7 +190,7 @@ def _kept(what: str, n: int, n_full: int | None, full: int) -> str:
 
 
 def _arithmetic(gpus: Sequence[Holding], n_host: int, tokens: int) -> str:
-    """Return the sum in words, for the device with the least free memory left."""
+    """Spell out the memory sum for the device with the least free memory left."""
     h = min(gpus, key=lambda h: h.free - h.need(n_host, tokens))
     need = h.need(n_host, tokens)
     others = f", the tightest of {len(gpus)} devices" if len(gpus) > 1 else ""

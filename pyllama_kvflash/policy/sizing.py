@@ -231,7 +231,8 @@ def n_panes(
 
     The default is LEAST_PANES, because copies cost no time while a prompt is read. More panes, within half of (free - reserve -
     codes) on each device, in these cases:
-    - an automatic pool: if all layers fit, as many as take, with n_pool tokens, codes and buffers, no more than the full cache;
+    - an automatic pool: if all layers fit, the most that, with n_pool tokens, codes and buffers, do not exceed the full
+      cache;
     - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed, or as many as fit, since each one
       saves time. For a pool of a given size this holds only if all KV is on the host;
     - RPC servers: as for `lossless`, with any pool, since each batch would send the whole text through the network.

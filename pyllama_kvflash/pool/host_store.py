@@ -142,6 +142,6 @@ class HostStore:
         return holder
 
     def release(self, holder: object) -> None:
-        """End a hold. Harmless when called again. For any thread."""
+        """End a hold. Any thread may call this, even twice."""
         with suppress(ValueError):
             self._holders.remove(holder)

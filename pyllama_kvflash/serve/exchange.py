@@ -114,7 +114,7 @@ class Stream(Response):
     """
 
     def __init__(self, exchange: Exchange, headers: Mapping[str, str], media: str) -> None:
-        """headers: added to those of a stream. media: its type."""
+        """headers: extra ones for the stream. media: its type."""
         more = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(media_type=media, headers={**headers, **more})
         del self.headers["content-length"]

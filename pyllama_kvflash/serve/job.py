@@ -60,7 +60,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer. logprobs: of its tokens, if the request wants them. timing: with its tokens."""
+    """More of the answer. logprobs: its tokens', if requested. timing: includes its tokens."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()

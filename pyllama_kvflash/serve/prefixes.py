@@ -49,7 +49,7 @@ class Prefixes:
         self._writing: list[Write] = []
 
     def check(self, pooled: bool) -> None:  # noqa: FBT001 (a fact)
-        """Before the first request, do without a cache on disk that cannot keep what the model has. pooled: whether that is a pool."""
+        """Before the first request, give up the disk cache if there is no pool to keep. pooled: whether there is."""
         if self._cache is not None and not pooled:
             log.warning(
                 "no prompt is kept in --prefix-cache: its files are made of the chunks of a pool, and the full cache is in use;"

@@ -267,8 +267,8 @@ class PrefixCache:
     def _supersede(self, path: Path) -> None:
         """Remove files that this one replaces.
 
-        A replaced file's text is a prefix of this one's, its cuts are possible here, and no other file needs it. This one
-        inherits the latest time of use.
+        A replaced file's text is a prefix of this one's, its saved states are here, and no other file needs it. This
+        one inherits the latest time of use.
         """
         files = {file.path: file for file in self._known(path.parent)}
         needed = {source for file in files.values() for source in file.needs}

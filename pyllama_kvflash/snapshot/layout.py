@@ -141,7 +141,7 @@ _DIFFERENCES = {
 
 
 def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
-    """Return for each chunk of tokens (n,) int32 a digest of all tokens up to its end, and of the identity.
+    """Return, for each chunk of tokens (n,) int32, a digest of the identity and all tokens up to its end.
 
     The last chunk may be partly filled.
     """

@@ -113,7 +113,7 @@ class SavedPool:
         return same
 
     def _shares_pool(self, pager: Pager) -> bool:
-        """Return whether guests had blocks, or will have some, so that the saved places of chunks do not describe the pool."""
+        """Return whether guests held or will hold blocks: the saved places of chunks then do not describe the pool."""
         if pager.guests and pager.guests.chooses:
             return not np.all(self.resident)
         return self.guests is not None and len(self.guests.blocks) > 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pyllama_kvflash.native import devices
 
-# streams and pipes are passed by number; the child's exit is that of a script that ends with main()
+# streams and pipes are passed by number; the child exits as a script calling sys.exit(main()) would
 PARENT = """
 import json, os, signal, sys
 import pyllama_kvflash.engine.engine, pyllama_kvflash.serve
@@ -72,12 +72,12 @@ def parent() -> Parent:
 def forked(
     args: list[str], stdin: bytes, timeout: int, environ: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command as a script does, in this process's folder; and with its environment, but for what Python, or a
-    module that is imported already, makes of it as it starts. What takes too long ends by SIGALRM."""
+    """Run a command as a script does, in this process's folder; and with its environment, except variables read at
+    start-up by Python or by already imported modules. What takes too long ends by SIGALRM."""
     environ = dict(os.environ) if environ is None else environ
     if any(
         device.gpu for device in devices()
-    ):  # it is used as the library starts, and a process that uses one cannot fork
+    ):  # the library initialises the GPU on load, and a process that uses a GPU must not fork
         command = [SCRIPT, *args]
         return subprocess.run(command, input=stdin, capture_output=True, timeout=timeout, env=environ, check=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from support.changes import Changes
 
 @dataclass(frozen=True)
 class Mutant:
-    """In a file, old becomes new, where $ is old again. old occurs once, however it is spaced."""
+    """Replace old by new in a file; $ in new stands for old. old must match exactly once, ignoring whitespace."""
 
     breaks: str
     file: str
@@ -28,7 +28,7 @@ class Mutant:
         return f"{asan.NATIVE}/{self.file}.cpp"
 
     def is_hidden_by(self, changes: Changes | None) -> bool:
-        """Whether it may no longer be found, after these changes, or after unknown ones."""
+        """Whether these changes could stop the fuzzer from finding it; None: unknown, so yes."""
         return changes is None or changes.touch(re.escape(self.source), SHARED)
 
     def changed(self) -> str:
@@ -254,4 +254,4 @@ SHARED = (
     r"CMakeLists\.txt|patches/.*|vendor/llama\.cpp\.lock|pyllama_kvflash/native/src/.*\.h"
     r"|tests/(native/fuzz\.cpp|test_fuzz\.py|support/(asan|changes|mutants|tiny)\.py)"
 )
-"""What finds mutants, and what all of our C++ includes or is compiled into: a change there may hide any of them."""
+"""The fuzzer itself, and everything all our C++ is built with or into: a change there may hide any of them."""

@@ -1,7 +1,7 @@
 """The stock cache as an oracle: the pool computes what it computes. Equal means equal bits.
 
-A run is fed random tokens, as if a prompt had been read and then its continuation one by one, and gives the logits of
-the last token of every batch.
+A run is fed random tokens, a prompt in batches, then its continuation token by token, and gives the logits of the last
+token of every batch.
 """
 
 import functools
@@ -44,7 +44,7 @@ N_GPU = sum(d.gpu for d in devices())
 ON_GPU = N_GPU > 0
 # a layer's choice mends what was predicted for the layer before, if that is on the same device
 ONE_GPU: dict[str, Any] = {"split_mode": "none"}
-# where the CPU computes, whatever the machine has: a GPU sums in another order for each width, and rounds otherwise
+# force the CPU: a GPU's summation order depends on the width, so it rounds differently
 ON_CPU: dict[str, Any] = {"split_mode": "none", "main_gpu": -1}
 FINGERPRINT = 0x0123456789ABCDEF
 GPU_NOISE = 0.02  # relative RMS; a quantised cache of a tiny model has up to half of it
@@ -179,7 +179,7 @@ class Run:
     def replay(self, schedule: Sequence[Step]) -> Logits:
         """The same in a stock cache, from which the same positions are removed at the same times.
 
-        One as large as the pool is enough: it writes to the cells that become free, and so keeps the pool's width.
+        A stock cache the size of the pool suffices: it reuses freed cells, so it never grows wider.
         """
         logits = []
         for step in schedule:
@@ -212,7 +212,7 @@ def difference(got: Logits, want: Logits) -> Difference:
 
 
 def assert_equal(got: Logits, want: Logits) -> None:
-    """Bit for bit, and numbers at all."""
+    """Equal bit for bit, and finite."""
     assert np.isfinite(want).all(), f"{np.sum(~np.isfinite(want))} of {want.size} logits are not finite"
     assert want.std() > 0.1, f"the logits say nothing: their standard deviation is {want.std():.3g}"
     same = np.array_equal(got, want)
@@ -220,7 +220,7 @@ def assert_equal(got: Logits, want: Logits) -> None:
 
 
 def assert_same(got: Logits, want: Logits) -> None:
-    """Bit for bit; on a GPU, where other blocks and batches sum in another order, but for rounding."""
+    """Bit for bit; on a GPU, up to rounding, because the summation order differs."""
     if ON_GPU:
         assert difference(got, want).rms < GPU_NOISE
     else:
@@ -228,7 +228,7 @@ def assert_same(got: Logits, want: Logits) -> None:
 
 
 class Case:
-    """A model and a cache type, with what the stock cache makes of the tokens of a short run: a prompt, then steps."""
+    """A model and a cache type, with the stock cache's logits for the tokens of a short run: a prompt, then steps."""
 
     def __init__(
         self, model: Model, cache: Cache, *, n_prompt: int = N_PROMPT, n_steps: int = N_STEPS, n_ctx_min: int = 0
@@ -261,8 +261,8 @@ class Case:
             self.assert_equal(logits, want)
 
     def assert_equal(self, got: Logits, want: Logits) -> None:
-        """Bit for bit, and numbers at all. F32, which llama.cpp casts to F16 in the graph, is close on a GPU: on an H200 four dense
-        families of the table are not equal, which is not explained.
+        """Equal bit for bit, and finite. F32, which llama.cpp casts to F16 in the graph, is close on a GPU: on an H200
+        four dense families of the table are not equal, which is not explained.
         """
         if ON_GPU and self.cache.type == "f32":
             self.assert_close(got, want)

@@ -254,9 +254,9 @@ def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
 
 
 def schema_of_form(form: dict[str, Any] | None, at: str, inside: str = "") -> Checked | None:
-    """Return the JSON schema of a form that an answer is to have; None: it may be any text. Raises RequestError.
+    """Return the JSON schema that a response format asks for; None: any text. Raises RequestError.
 
-    inside: the field of the form with its json_schema; "": the form itself has it.
+    inside: the field of form that holds the schema and strict; "": form itself.
     """
     which = "text" if form is None else one_of(form, "type", ("text", "json_object", "json_schema"), f"{at}.type")
     if form is None or which == "text":

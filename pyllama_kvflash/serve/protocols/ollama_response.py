@@ -77,7 +77,7 @@ class ChatReply(Reply):
         return self.alive()
 
     def alive(self) -> bytes:
-        """Keep the stream alive by a space before the next line: readers of JSON skip it, and clients fail on empty lines."""
+        """Keep the stream alive with a space before the next line: JSON readers skip it; empty lines break clients."""
         return b" "
 
     def _head(self) -> dict[str, Any]:

@@ -242,7 +242,7 @@ _PACKED = "kvflash:"
 
 
 def packed(reasoning: str) -> str:
-    """Return reasoning as an encrypted_content. It is not encrypted: clients send it back where they drop the text itself."""
+    """Return reasoning as an encrypted_content, though unencrypted: clients return that field, but drop plain text."""
     return _PACKED + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 

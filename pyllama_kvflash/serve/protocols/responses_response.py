@@ -76,7 +76,7 @@ class ResponsesReply(Reply):
         return self._event("response.failed", response=response)
 
     def reading(self, reading: Reading) -> bytes:
-        """Say how much of the prompt is read, in a comment, which clients ignore."""
+        """Say in a comment, which clients ignore, how much of the prompt is read."""
         return super().reading(reading) + self._still()
 
     def alive(self) -> bytes:

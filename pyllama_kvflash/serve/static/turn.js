@@ -1,4 +1,4 @@
-// A message on the page: its text, what it took, and what can be done with it.
+// A message on the page: its text, its cost (tokens, time), and what can be done with it.
 
 import { at, button, copier, count, element, keepEnd, time } from "./dom.js";
 import { drawing } from "./markdown.js";
@@ -10,7 +10,8 @@ const TORN = {
   length: "Torn: it reached the limit of tokens, or the end of the context.",
 };
 
-// does: edit, again and resume, called with the message. Returns what draws the message again, and its element.
+// does: callbacks edit(message, text), again(message), resume(message). Returns the message's parts, for grow(),
+// finish() and begin().
 export function show(message, does) {
   const mine = message.role === "user";
   const turn = element("article", `turn ${message.role}`);
@@ -37,7 +38,7 @@ function files(those) {
   for (const file of those) {
     const [line, details] = [element("li"), element("details")];
     details.append(element("summary", "file-name", named(file)));
-    details.addEventListener("toggle", () => { // a book is drawn only if it is looked at
+    details.addEventListener("toggle", () => { // a file may be long: render it only when opened
       if (details.open && details.children.length === 1) details.append(element("pre", "", file.text));
     });
     line.append(details);

@@ -6,14 +6,14 @@
 #include <cstdint>
 #include <stdexcept>
 
-// limits and state of the template that runs on this thread. the default deadline is never
+// limits and state of the template that runs on this thread. by default there is no time limit
 struct kvf_template_run {
     using clock = std::chrono::steady_clock;
 
     static constexpr int    max_depth = 400;      // nested expressions; each takes a few KiB of stack
     static constexpr size_t max_range = 100000;   // items of range(), the limit of jinja2's sandbox
     static constexpr size_t max_items = 1 << 20;  // items of any list
-    static constexpr size_t max_text  = 64 << 20; // bytes of any intermediate text
+    static constexpr size_t max_text  = 64 << 20; // bytes of any intermediate string
 
     clock::time_point deadline = clock::time_point::max();
     int               depth    = 0;

@@ -6,7 +6,7 @@
 #include <cmath>
 
 static constexpr uint32_t UNIT   = kvf_fresh::UNIT;
-static constexpr float    UNSEEN = 1.0f / 32; // share of the attention that may have the mean for its values, at most
+static constexpr float    UNSEEN = 1.0f / 32; // at most this share of attention may use the mean, not its own values
 
 void kvf_coarse_on_cpu::prepare(
         const work & w, const ggml_tensor * q_all, uint32_t head, uint32_t batch, queries & res) const {
@@ -91,7 +91,7 @@ void kvf_coarse_on_cpu::far(const work & w, const node & at, uint32_t head, uint
         sums[j]         = asks ? o.sums.data() + shares_at(w, head, first_q + j) * w.s->n_unit() + first
                                : unused.data() + (size_t) j * KVF_TILE_UNITS;
     }
-    // one token that has chosen has its weights by now
+    // with keeps, the choosing pass computes the weights, and the attending one finds them
     float * weights =
             w.keeps ? o.kept.data() + (((size_t) head * w.n_batch + q.batch) * w.n_far + tile) * KVF_MOST_Q * KVF_TILE
                     : room.data();
@@ -105,7 +105,7 @@ void kvf_coarse_on_cpu::far(const work & w, const node & at, uint32_t head, uint
     }
     for (uint32_t j = 0; j < q.n; ++j) {
         if (w.keeps) { tops[j] = o.tops[shares_at(w, head, first_q + j) * w.n_far + tile]; }
-        // the sums so far are relative to the larger top from now on
+        // rescale the running sums to the larger maximum
         auto &      p    = parts[j];
         const float most = std::max(p.top(), tops[j]), its = kvf_dot(sums[j], w.open.data() + first, n_unit);
         factors[j] = expf(tops[j] - most);
@@ -118,8 +118,8 @@ void kvf_coarse_on_cpu::far(const work & w, const node & at, uint32_t head, uint
     }
     if (!w.attends) { return; }
 
-    // Who sees the values of as many units as have one scale, and not their mean alone. One token's queries have chosen, so
-    // their whole sums are known
+    // For each group of KVF_SUM_UNITS units: which queries need its values, not only the mean. With keeps (one token is
+    // decoded), the full softmax sums are already known
     constexpr uint32_t n_group = KVF_TILE_UNITS / KVF_SUM_UNITS;
     seeing             who[n_group];
     const float        unseen = UNSEEN * KVF_SUM_UNITS / w.s->n_unit();
@@ -198,14 +198,14 @@ void kvf_coarse_on_cpu::near(
         kvf_dots(keys.data(), n, d, q.plain.data(), q.n, products.data());
     }
     for (uint32_t j = 0; j < q.n; ++j) {
-        // those in the order of positions, up to the token's own; and all of the guests
+        // a query sees pool cells up to its own position, and every guest
         const llama_pos pos = w.pos[(q.batch * KVF_MOST_Q + j) / w.group];
         const uint32_t  end =
                 std::upper_bound(s.cells.begin(), s.cells.end(), std::make_pair(pos, INT32_MAX)) - s.cells.begin();
         float *        x    = products.data() + (size_t) j * KVF_TILE;
         const uint32_t from = std::max(end, first), to = std::min(first + n, w.n_common);
         if (from < to) { std::fill(x + from - first, x + to - first, KVF_NONE); }
-        std::fill(x + n, x + GGML_PAD(n, LANES), KVF_NONE); // whole vectors
+        std::fill(x + n, x + GGML_PAD(n, LANES), KVF_NONE); // pad to whole vectors
         const float top = kvf_plain_logits(x, GGML_PAD(n, LANES) / LANES, at.scale, 0, l.cap);
         if (top == KVF_NONE) { continue; }
         auto &      p    = parts[j];

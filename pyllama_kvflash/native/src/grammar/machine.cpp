@@ -37,7 +37,7 @@ uint32_t kvf_machine::after(uint32_t top) {
     return rules->items[item + 1].what == kvf_rules::end ? below : stack_of(item + 1, below);
 }
 
-// the state of stacks, with rules on their tops replaced by what they begin with
+// the state of stacks: expand rules on top of the stacks until each top is a terminal
 int32_t kvf_machine::state_of(std::vector<uint32_t> tops) {
     std::vector<uint32_t> found;
     ++search;
@@ -80,7 +80,7 @@ int32_t kvf_machine::known(std::vector<uint32_t> found) {
     return states.size() - 1;
 }
 
-// find the intervals of code points within which all lead to the same state
+// find the intervals in which every code point leads to the same state
 void kvf_machine::divide(state & s) const {
     std::vector<range> all;
     for (const uint32_t top : s.stacks) {
@@ -135,7 +135,7 @@ int32_t kvf_machine::on_char(int32_t s, uint32_t c) {
     return res;
 }
 
-// whether some characters that begin as this one does may go on
+// whether any character with these first bytes is allowed
 bool kvf_machine::may_go_on(const step & at) const {
     if (at.n_left == 1 && at.value < 2) { return false; } // ASCII in two bytes
     const int      n_bits = 6 * at.n_left;
@@ -186,7 +186,7 @@ bool kvf_machine::has_token(int32_t s, llama_token token) const {
     });
 }
 
-// the state after a token that the grammar names, if it also may be of characters: after any of these
+// the state after a token named by the grammar; if its text also matches, the union of both
 int32_t kvf_machine::on_token(int32_t s, llama_token token) {
     std::vector<uint32_t> tops;
     for (size_t k = 0; k < states[s].stacks.size(); ++k) {
@@ -305,7 +305,7 @@ bool kvf_machine::place::take(const std::string & text) {
 
 // replace a machine that has grown large by a new one, with the stacks of this place only
 void kvf_machine::place::move_on() {
-    const auto                        old = machine; // until the lock is gone
+    const auto                        old = machine; // keeps the mutex alive until the lock is released
     const std::lock_guard<std::mutex> lock(old->mutex);
     if (!old->is_full()) { return; }
 
