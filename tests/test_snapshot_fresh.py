@@ -15,6 +15,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 from support import snapshots
 from support.cuts import cut_off_at_every_line
 from support.formats import codes_of, sections
+from support.oracles import ON_GPU
 from support.runs import Open
 from support.snapshots import FRESH, MORE, TOKENS, answer, assert_same, go_on, read, seen, whole
 
@@ -130,7 +131,8 @@ def test_codes_are_not_made_again(opened: Open, saved: Path, monkeypatch: pytest
     np.testing.assert_array_equal(units, contents.guests.units)
     n_fetched = room(kv).native.n_fetched()
     kv.decode([7])
-    assert room(kv).native.n_fetched() <= n_fetched + units.size  # each slot once at most
+    most = units.size * (1 + ON_GPU)  # each slot once; a GPU fills free slots with any units, and then exchanges some
+    assert room(kv).native.n_fetched() <= n_fetched + most
     kv.check_integrity()
 
 
