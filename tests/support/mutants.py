@@ -44,7 +44,7 @@ class Mutant:
         (folder / f"{self.file}.cpp").write_text(self.changed())
 
 
-SEEDS = ("4", "5", "9")  # small chunks, large pools: the first seed finds most mutants
+SEEDS = ("4", "5", "9", "10")  # tried in order: small chunks, large pools; the first seed finds most mutants
 LAYERS = "for (const auto & layer : kv.layers) { add("
 
 CODES, FOUR_BITS = (("--steps", "100", "--coarse", bits) for bits in ("32", "4"))
