@@ -200,7 +200,9 @@ def test_tokens_of_several_sequences_are_not_decoded_again(opened: Open, monkeyp
     assert [ins for _, ins, _ in rounds(first.decode(TOKENS[1300:1301]))] == [(2,), ()]
     assert calls == [(1300, 1)] * 2
     now = second.residency()
-    assert all(np.array_equal(getattr(now, n), getattr(where, n), equal_nan=True) for n in ("state", "block", "score"))
+    assert all(
+        np.array_equal(getattr(now, n), getattr(where, n), equal_nan=True) for n in ("resident", "block", "score")
+    )
     for one in (first, second):
         feed(one, 1350)
         check_residency(one)

@@ -76,7 +76,10 @@ def test_the_same_as_without(
         assert stats.reselects >= 5
         assert stats.pages_in > 10
     if drafter == "right":
-        assert {step.n_right for step in steps} == set(range(N_MAX + 1))
+        n_right = {step.n_right for step in steps}
+        assert (
+            n_right >= {0, 1, N_MAX} if setting == "scored" else n_right == set(range(N_MAX + 1))
+        )  # a scoring ends drafts
     if drafter == "right" and setting == "lru":
         assert sum(step.n > 1 and (step.start + step.n) % CHUNK == 0 for step in steps) >= 2, "up to a border"
     if drafter == "right" and setting == "resident":

@@ -169,7 +169,7 @@ def test_a_warm_turn_is_the_cold_one(opened: Open, snap: Path, name: str, where:
     np.testing.assert_array_equal(records(warm), records(cold))
     for kv in (cold, warm):
         check_residency(kv, CHUNK)
-    for field in ("state", "score"):
+    for field in ("resident", "score"):
         np.testing.assert_array_equal(getattr(warm.residency(), field), getattr(cold.residency(), field))
     check_answers(warm, cold, TOKENS[end : end + 5])
 
@@ -293,7 +293,7 @@ def test_a_drafter_reads_what_an_exact_pass_computes(pair: Pair, monkeypatch: py
             check_residency(one, CHUNK)
         assert heard.batches == batches(0, n)
         assert_same(kv.logits(), plain.logits())
-        for field in ("state", "score", "protected"):
+        for field in ("resident", "score", "protected"):
             np.testing.assert_array_equal(getattr(kv.residency(), field), getattr(plain.residency(), field))
         np.testing.assert_array_equal(records(kv), records(plain))
         for chunk in np.flatnonzero(kv.residency().block >= 0).tolist():

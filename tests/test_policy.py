@@ -326,8 +326,7 @@ def test_a_record_of_a_chunk_that_was_cut_is_void() -> None:
         ("n_tokens", 8 * 16 + 1, "8 chunks for 129 positions"),
         ("n_tokens", 8 * 16 - 1, "a record of a chunk that is not sealed"),
         ("n_block", 7, "more than the pool"),
-        ("state", [2, 2, 0, 2, 2, 2, 2, 2], "neither resident nor stored"),
-        ("state", [3] * 8, "!= held"),
+        ("resident", [True, True, False, *[True] * 5], "neither resident nor stored"),
     ],
 )
 def test_integrity_check_sees_a_contradiction(attribute: str, value: Any, why: str) -> None:
@@ -338,7 +337,7 @@ def test_integrity_check_sees_a_contradiction(attribute: str, value: Any, why: s
     elif attribute == "n_tokens":
         ledger._now = (value, ledger._now[1])
     else:
-        ledger._state[:] = value
+        ledger._resident[:] = value
     if "resident" in why:
         ledger._stored[2] = False
     with pytest.raises(LedgerError, match=why):

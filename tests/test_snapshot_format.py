@@ -60,13 +60,6 @@ def test_what_is_written_is_read_again(snap: Path, n_tokens: int, n_state: int) 
     assert_holds(file, contents, records)
 
 
-@pytest.mark.parametrize("plan", [((), ()), ((5,), ()), ((), (1, 2, 3)), ((0, 1), (2, 3, 4))])
-def test_plans(snap: Path, plan: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    contents, records = made()
-    write(snap, replace(contents, plan=plan), records)
-    assert SnapshotFile(snap).contents.plan == plan
-
-
 def test_guests_are_read_again(fresh: Path) -> None:
     contents, records = made()
     contents, codes = with_guests(contents)
@@ -75,22 +68,22 @@ def test_guests_are_read_again(fresh: Path) -> None:
     assert [part.dtype for part in codes_of(file)] == [np.uint8, np.uint8]
 
 
-def test_the_layout_is_that_of_version_4(fresh: Path) -> None:
+def test_the_layout_is_that_of_version_5(fresh: Path) -> None:
     """Read by hand: whoever changes a field raises the version."""
     contents, records = made()
     contents, of_layers = with_guests(contents)
     saved = contents.guests
     assert saved is not None
     data = fresh.read_bytes()
-    assert struct.unpack_from("<8sIIQ", data) == (b"\x93KVSNAP\n", 4, 632, len(data))
-    assert data[600:632] == sha256(data[:600])
+    assert struct.unpack_from("<8sIIQ", data) == (b"\x93KVSNAP\n", 5, 584, len(data))
+    assert data[552:584] == sha256(data[:552])
     raw = []
-    for i in range(12):
+    for i in range(11):
         offset, size, check = struct.unpack_from("<QQ32s", data, 24 + 48 * i)
         assert offset % 8 == 0
         raw.append(data[offset : offset + size])
-        assert i >= 10 or check == sha256(raw[i])
-    identity, sequence, tokens, chunks, plan, scoring, sources, stops, states, guests, codes, rows = raw
+        assert i >= 9 or check == sha256(raw[i])
+    identity, sequence, tokens, chunks, scoring, sources, stops, states, guests, codes, rows = raw
 
     assert struct.unpack_from("<QQIIII32s", identity) == (
         *(0x1234_5678_9ABC_DEF0, 300, 128, 16, 2, 0),
@@ -99,7 +92,6 @@ def test_the_layout_is_that_of_version_4(fresh: Path) -> None:
     assert struct.unpack_from("<16i", identity, 64) == (0, 1, 1, 64, 64, 4, 2, 32, 1, 1, 1, 64, 64, 4, 2, 32)
     assert struct.unpack("<IIIIQiI", sequence) == (70, 4096, 1024, 256, 99, 7, 32)
     assert struct.unpack("<70i", tokens) == tuple(contents.tokens)
-    assert struct.unpack("<5i", plan) == (2, 1, 3, 1, 2)
     assert struct.unpack_from("<IIdd", scoring) == (5, 2, 0.25, 0.5)
     assert scoring[24:] == contents.scoring.scores.tobytes()
     assert sources == b""
@@ -109,21 +101,21 @@ def test_the_layout_is_that_of_version_4(fresh: Path) -> None:
     assert struct.unpack_from("<8IQQ16s16s", guests) == (0, 4, 2, 64, 16, 2, 3, 12, 101, 60, *sums)
     assert struct.unpack_from("<27i", guests, 80) == (*saved.blocks, *saved.units.ravel())
     assert len(guests) == 80 + 4 * 27
-    assert data[24 + 48 * 10 + 16 :][:32] == sha256(b"".join(sums))
+    assert data[24 + 48 * 9 + 16 :][:32] == sha256(b"".join(sums))
     assert codes == b"".join(part.tobytes() for part in of_layers)
 
     link = sha256(identity)
     for i, record in enumerate(records):
-        chained, check, state, pinned, reserved, block, touched, score = struct.unpack_from(
-            "<32s16sbbhiqd", chunks, 72 * i
+        chained, check, resident, pinned, reserved, block, touched, score = struct.unpack_from(
+            "<32s16s?bhiqd", chunks, 72 * i
         )
         link = sha256(link + tokens[64 * i : 64 * (i + 1)])
         assert chained == link
         assert check == checksum(record)
         assert rows[8192 * i + 3968 : 8192 * i + 4268] == record.tobytes()
         had = contents.chunks[i]
-        assert (state, pinned, reserved, block, touched) == tuple(
-            had[name] for name in ("state", "pinned", "reserved", "block", "touched")
+        assert (resident, pinned, reserved, block, touched) == tuple(
+            had[name] for name in ("resident", "pinned", "reserved", "block", "touched")
         )
         assert score == had["score"] or np.isnan(had["score"])
     assert len(chunks) == 72 * 5

@@ -57,7 +57,7 @@ def made(n_tokens: int = 70, n_state: int = 2, seed: int = 0, **values: Any) -> 
     chunks = np.zeros(n, CHUNK)
     chunks["chain"] = [np.void(link) for link in chain(identity, tokens, N_CHUNK)]
     chunks["checksum"] = [np.void(checksum(record)) for record in records]
-    chunks["state"], chunks["pinned"] = rng.integers(0, 3, n), rng.integers(0, 2, n)
+    chunks["resident"], chunks["pinned"] = rng.integers(0, 2, n), rng.integers(0, 2, n)
     chunks["reserved"], chunks["block"] = rng.integers(0, 4, n), rng.integers(-1, 8, n)
     chunks["touched"], chunks["score"] = rng.integers(0, 9, n), rng.choice([np.nan, -np.inf, 0.5, 3.0], n)
     sequence = np.zeros((), SEQUENCE)
@@ -68,7 +68,7 @@ def made(n_tokens: int = 70, n_state: int = 2, seed: int = 0, **values: Any) -> 
     scoring = Scoring(
         5, rng.random(12, np.float32) if seed % 2 else None, None if seed % 2 else rng.random(n), 0.25, 0.5
     )
-    return Contents(identity, sequence, tokens, chunks, ((1, 3), (2,)), states, scoring), records
+    return Contents(identity, sequence, tokens, chunks, states, scoring), records
 
 
 def with_guests(contents: Contents, seed: int = 0) -> tuple[Contents, list[Record]]:
@@ -95,7 +95,6 @@ def assert_holds(
     assert got.sequence.tobytes() == contents.sequence.tobytes()
     np.testing.assert_array_equal(got.tokens, contents.tokens, strict=True)
     assert got.chunks.tobytes() == contents.chunks.tobytes()
-    assert got.plan == contents.plan
     assert got.states == contents.states
     np.testing.assert_equal(asdict(got.scoring), asdict(contents.scoring))
     assert got.sources == contents.sources
