@@ -10,7 +10,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
 from support.again import PLACES, Restless, Shares
-from support.changes import SCORING
+from support.changes import ENGINE, SCORING
 from support.cuts import cut_off_at_every_line
 from support.runs import GREEDY, SCORED, TOKENS, Decoded, Open, check_residency, feed, plain, read, reselects, spell
 from support.scorers import Scores
@@ -20,7 +20,7 @@ from pyllama_kvflash.events import Event
 from pyllama_kvflash.native import Model
 from pyllama_kvflash.needle import NeedlePrompt
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL: dict[str, Any] = {**SCORED, "tau": 1}  # 16 blocks; scored after every token
 

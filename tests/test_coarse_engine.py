@@ -29,7 +29,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.coarse import FORMS, CoarseForm
 from pyllama_kvflash.pool.guests import GuestRoom
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL: dict[str, Any] = {"n_ctx": 8192, "n_batch": 64, "n_threads": 1, "pool": 768, "coarse": "4"}
 TINY: dict[str, Any] = {**SMALL, "chunk": 16, "pool": 256, "n_ubatch": 64, "n_ctx": 16384}

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import kernels
+from support.changes import ENGINE
 from support.kernels import host_kernels
 from support.oracles import ON_GPU, Logits
 from support.runs import Open, logits_of, read
@@ -23,7 +24,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import FORMS
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 library = kernels.library
 SMALL: dict[str, Any] = {

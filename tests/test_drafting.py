@@ -24,7 +24,7 @@ from pyllama_kvflash import Done, KVFlash
 from pyllama_kvflash.native import ALL
 from pyllama_kvflash.pool.step import Part, advance, keep
 
-pytestmark = [pytest.mark.native, pytest.mark.usefixtures("at_one_token")]
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE), pytest.mark.usefixtures("at_one_token")]
 
 control = drafting.control
 files = drafting.files

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import ENGINE
 from support.cuts import cut_off, cut_off_at_every_line, no_memory
 from support.runs import GREEDY, LRU, TOKENS, Open, check_residency, feed, logits_of, out, text_of
 
@@ -17,7 +18,7 @@ from pyllama_kvflash.errors import HostMemoryError, NativeError, PoolError
 from pyllama_kvflash.native.lib import lib
 from pyllama_kvflash.needle import NeedlePrompt
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL = LRU
 

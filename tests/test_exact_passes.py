@@ -20,7 +20,11 @@ from pyllama_kvflash import KVFlash, Prefill
 from pyllama_kvflash.native import ExactContext, Record
 from pyllama_kvflash.pool.host_memory import HostMemory
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.sampled(ENGINE),
+    pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order"),
+]
 
 CHUNK, N_UBATCH = 16, 64
 FIRST, END = 41, 41 + 17 * N_UBATCH + 9  # no batch ends where a chunk does

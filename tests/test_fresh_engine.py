@@ -19,7 +19,7 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.options import Spec
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL: dict[str, Any] = {"n_ctx": 8192, "n_batch": 64, "n_threads": 1, "pool": 768, "policy": "fresh"}  # 12 blocks
 TINY: dict[str, Any] = {**SMALL, "chunk": 16, "pool": 256, "n_ubatch": 64}  # 16 blocks

@@ -25,7 +25,11 @@ from pyllama_kvflash.native.guests import UNIT
 from pyllama_kvflash.policy.lookahead import Length, Lookahead
 from pyllama_kvflash.pool.sequence import PooledSequence
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.sampled(ENGINE),
+    pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order"),
+]
 
 environment = commands.environment
 known = lossless.known
