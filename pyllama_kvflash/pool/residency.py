@@ -15,8 +15,8 @@ from pyllama_kvflash.pool.host_store import HostStore
 class Residency:
     """The place of every chunk, as arrays (n_chunks,).
 
-    block: int32; -1 if not resident.
     resident, sealed, stored, protected: bool.
+    block: int32; -1 if not resident.
     score: float64, from the last scoring, higher is hotter; NaN: not scored.
     layers: float32; the number of pooled layers that hold the chunk: all if it is resident, else none; with policy fresh, the
         layers that chose it. A layer that chose a quarter of it counts 0.25.

@@ -54,9 +54,8 @@ def check_known(
             unknown.see(f"{at}{key}")
         elif key in _USUAL:
             usual = _USUAL[key]
-            if value != usual or isinstance(value, bool) != isinstance(
-                usual, bool
-            ):  # True == 1, but is no number of answers
+            is_bool = isinstance(value, bool)
+            if value != usual or is_bool != isinstance(usual, bool):  # True == 1, but it is not a number
                 msg = f"{key} is not supported by this server: leave it out, or give {json.dumps(usual)}"
                 raise invalid(msg, key, "unsupported_parameter")
         elif value:
