@@ -133,6 +133,7 @@ MALFORMED: list[tuple[str, Edit, tuple[str, ...]]] = [
     ("gemma4", tensor("lm_head.weight"), ("has no tensor lm_head.weight", "tie_word_embeddings")),
     ("gemma4", key("final_logit_softcapping", 30.0), ("final_logit_softcapping", "Gemma4DSparkModel")),
     ("gemma4", key("rope_parameters.full_attention.rope_type", "yarn"), ("rope_type is yarn", "proportionally")),
+    ("gemma4", key("rope_parameters.full_attention.rope_type", "default"), ("rope_type is default", "proportionally")),
     # other architectures
     ("dense", key("architectures", ["LlamaForCausalLM"]), ("is not a DFlash drafter", "LlamaForCausalLM", "DFlashDraftModel")),
     ("dense", key("architectures"), ("is not a DFlash drafter", "names no architecture")),

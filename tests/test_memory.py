@@ -13,7 +13,7 @@ import pytest
 from support.oracles import N_GPU
 
 from pyllama_kvflash import KVFlash
-from pyllama_kvflash.cli.memory import memory_line
+from pyllama_kvflash.cli.memory import memory_line, records_lines
 from pyllama_kvflash.loading import memory, placement
 from pyllama_kvflash.loading import need as needs_module
 from pyllama_kvflash.loading.need import DRIVER
@@ -71,6 +71,15 @@ def test_all_that_is_said_adds_up() -> None:
     assert memory_line([need]).endswith(
         "RAM up to 200.0 MiB = 100.0 MiB weights + 10.0 MiB KV + 40.0 MiB records + 50.0 MiB program"
     )
+
+
+def test_records_take_more_than_the_full_cache_from_some_length_on() -> None:
+    """Where half of their growth makes the pool and its records as large; a pool that holds no record has nothing to warn of."""
+    options = Options(n_ctx=8192)
+    (line,) = records_lines(options, [DeviceBytes("CPU", gpu=False, kv=100, records=200)], full=200)
+    assert "beyond 4,096 tokens of text" in line
+    assert records_lines(options, [DeviceBytes("CPU", gpu=False, kv=100, records=200)], full=300) == []
+    assert records_lines(options, [DeviceBytes("CPU", gpu=False, kv=100)], full=50) == []
 
 
 def test_a_gpu_has_its_own_name_and_its_driver() -> None:

@@ -47,7 +47,7 @@ def records_lines(options: Options, needs: Sequence[DeviceBytes], full: int) -> 
         return [_NO_LIMIT]
     fixed, grows = held_in_ram(needs)
     most = fixed + grows
-    if any(need.gpu for need in needs) or most <= full:
+    if any(need.gpu for need in needs) or most <= full or not grows:
         return []
     n = round(options.n_parallel * options.n_ctx * max(0, full - fixed) / grows)
     said = (

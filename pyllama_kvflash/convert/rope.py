@@ -83,7 +83,7 @@ def _proportional(config: Config, head_dim: int, kind: str, partial: float | Non
     """Return the divisors of Gemma 4's rope, (head_dim / 2,) or []: the first pairs are rotated, the others stay as
     they are.
     """
-    if kind == "default":
+    if kind == "default" and partial in (None, 1):
         return []
     if kind != "proportional" or partial is None:
         what = f"rope_type is {kind}" if partial is not None else "partial_rotary_factor is missing"
