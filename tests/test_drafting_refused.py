@@ -1,4 +1,4 @@
-"""What is wrong with a drafter is said in one sentence, or it drafts no more."""
+"""What is wrong with a drafter is said in one sentence, or it no longer drafts."""
 
 from collections.abc import Callable
 from typing import Any

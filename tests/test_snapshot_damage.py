@@ -176,7 +176,7 @@ def test_a_damaged_record_is_read_anew(opened: Open, saved: Path, snap: Path, po
     kv.restore(damaged(saved, chunk, snap))
     events = list(kv.generate(MORE[:100], max_tokens=40, sampling=GREEDY, append=True))
     (warning,) = [event.text for event in events if isinstance(event, Warn)]
-    assert f"the record of chunk {chunk} was changed; what was restored is read again" in warning
+    assert f"the record of chunk {chunk} was changed; the restored text is read again" in warning
     assert ids(events) == answer(cold, [*TOKENS[:2000], *MORE[:100]], append=False)
     assert_same(go_on(kv), go_on(cold))
     kv.check_integrity()
@@ -191,7 +191,7 @@ def test_a_damaged_record_that_another_prompt_shares_is_read_anew(opened: Open, 
     prompt = [*TOKENS[: 64 * chunk + 40], *MORE[:100]]
     events = list(kv.generate(prompt, max_tokens=20, sampling=GREEDY))
     (warning,) = [event.text for event in events if isinstance(event, Warn)]
-    assert f"the record of chunk {chunk} was changed; what was restored is read again" in warning
+    assert f"the record of chunk {chunk} was changed; the restored text is read again" in warning
     assert events[0] == Warn(warning), "before anything is read"
     done = events[-1]
     assert isinstance(done, Done)
