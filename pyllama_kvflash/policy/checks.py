@@ -13,12 +13,12 @@ class Checks:
     """
 
     def __init__(self, share: float, n: int) -> None:
-        """share: of the time for prompts and answers, checks included, 0 to 1. n: tokens of a check."""
+        """share: the largest share of the time for prompts and answers, checks included, 0 to 1. n: tokens of a check."""
         self.share = share
         self.n = n
         self._elapsed_s = 0.0
         self._spent_s = 0.0
-        self._check_s = 0.0  # the last one
+        self._check_s = 0.0  # seconds of the last check
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     @property

@@ -8,7 +8,7 @@ after a drafted one takes longer, because the graph changes; this is charged to 
 import math
 
 _TIMES, _TOKENS = 0.2, 0.1  # weight of the newest step in an average; committed tokens vary more than times
-_SPIKE = 3  # a step counts as at most this many averages: timing errors only add
+_SPIKE = 3  # a step counts as at most this many times the average: timing errors only make times longer
 _FIRST = 3  # plain steps before the first draft, to learn what a plain step takes
 _REFRESH = 128  # drafted steps until a plain step is measured again
 _TRY = 4  # drafted steps of a try, at the start and while closed; then the gate opens or closes
