@@ -123,7 +123,7 @@ def test_refused(given: dict[str, Any], words: str) -> None:
 
 
 def test_a_part_of_yarn_without_yarn_is_warned_of(opened: Open) -> None:
-    said = "does nothing: it is of YaRN, which this model does not have"
+    said = "does nothing: it belongs to YaRN, which this model does not use"
     for rope in (Rope(beta_fast=16), Rope(orig_ctx=1024), Rope(scale=2, beta_slow=2)):
         assert any(said in text for text in opened(rope=rope, n_ctx=2 * tiny.N_CTX).warnings)
     for rope in (Rope(attn_factor=1.2), Rope(beta_fast=16, ext_factor=1, scale=2), YARN):

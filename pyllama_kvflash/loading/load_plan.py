@@ -1,4 +1,4 @@
-"""The plan of a model's contexts: loading makes them, and `kvflash inspect` shows their memory."""
+"""The plan of a model's contexts. Loading makes these contexts, and `kvflash inspect` shows their memory."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ class LoadPlan:
     """The contexts of a model.
 
     size: of the pool.
-    n_batch: the most tokens of a batch that goes through the pool, or the full cache.
+    n_batch: the largest batch, in tokens, that goes through the pool or the full cache.
     pool: the parameters of the pool; None: the full cache.
     """
 
@@ -63,7 +63,7 @@ def plan_contexts(geometry: Geometry, options: Options, ground: Ground, fingerpr
     """Decide on the pool and the exact pass.
 
     geometry: of the full-attention cache. options: resolved, with a policy that the model can have. fingerprint: of the model, for the
-    records of a pool that is made.
+    pool's records; 0: the plan is only inspected.
 
     An automatic pool is sized from the memory that the exact pass leaves. Raises the ground's errors, and UsageError.
     """

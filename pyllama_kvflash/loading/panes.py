@@ -1,4 +1,4 @@
-"""The exact pass of a pool: the number of its panes, and the check of their memory."""
+"""The exact pass of a pool: opening its context, and counting its memory."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ def open_exact(
 ) -> tuple[ExactReader | None, tuple[str, ...], tuple[str, ...]]:
     """Make the context that reads prompts exactly, with n_pane panes. options: resolved.
 
-    Returns the reader, notes and warnings. Raises NativeError and UnsupportedError; with `prefill` "auto", the reader is None and
-    the error becomes a warning.
+    Returns the reader, notes and warnings. Raises NativeError and UnsupportedError. With `prefill` "auto", an error becomes a
+    warning, and the reader is None.
     """
     n_cells = whole_cells(options.n_ctx)
     try:
@@ -50,8 +50,8 @@ def open_exact(
 def exact_bytes(
     model: Model, geometry: Geometry, options: Options, n_pane: int = 0, tap: Tap = NO_TAP
 ) -> dict[int, DeviceBytes]:
-    """Return the bytes of an exact pass on each device, by index: panes (without codes that share their memory), compute buffers, and states, which
-    count on one device, because their placement is unknown.
+    """Return the bytes of an exact pass on each device, by index: panes (without codes that share their memory), compute buffers and
+    states. The states count on one device, because their placement is unknown.
 
     model: loaded with no_alloc. options: resolved. n_pane: panes; 0: those of the options, or LEAST_PANES. Raises NativeError and
     UnsupportedError.
@@ -86,7 +86,7 @@ def _by_device(
 
 
 def _state_bytes(model: Model, options: Options) -> int:
-    """Return the bytes of windows and states. A stock context has as many, and reports them without allocating."""
+    """Return the bytes of windows and states. A stock context needs as many, and reports them without allocating."""
     with Context(model, **_shape(model, options)) as ctx:
         held = ctx.kv_bytes()
     return held.swa + held.recurrent

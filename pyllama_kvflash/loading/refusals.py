@@ -21,7 +21,7 @@ _PICKS = "by which each token picks the positions it attends to, and which a poo
 
 MODELS = {
     "encoder": Refusal(
-        "it is an encoder, whose tokens attend to those after them, and which produces none",
+        "it is an encoder, which produces no tokens, and whose tokens attend to those after them",
         "for embeddings use llama.cpp's llama-embedding, for text a decoder",
     ),
     "encoder-decoder": Refusal(
@@ -117,7 +117,7 @@ ON_DISK = Refusal(
 """Codes with records on disk and a layer on a GPU. The engine refuses them."""
 
 SHIFT = Refusal(
-    "a full context is not shifted, for the chunks outside the pool would have to be shifted, too",
+    "a full context is not shifted, because the chunks outside the pool would have to be shifted, too",
     "use a larger `n_ctx`, which costs a pool no memory",
 )
 """Context shift: llama_memory_can_shift() returns false, and the engine reports that the tokens do not fit."""
@@ -141,4 +141,4 @@ def of_memory(memory_class: str, n_layer: int, error: str) -> str:
     """
     empty = n_layer == 0 and memory_class in _WINDOWED
     refusal = WINDOWS if empty else MEMORIES.get(memory_class)
-    return f"its memory ({memory_class}) cannot be pooled, for {refusal}" if refusal else f"{error}; {_FULL}"
+    return f"its memory ({memory_class}) cannot be pooled, because {refusal}" if refusal else f"{error}; {_FULL}"
