@@ -53,8 +53,16 @@ REFUSED: list[tuple[dict[str, Any], type[KVFlashError], tuple[str, ...]]] = [
     ({"kind": "eagle3", "model": "dflash"}, KVFlashError, ("dflash.gguf", "not eagle3")),
     ({"kind": "mtp", "model": "draft"}, UnsupportedError, ("draft.gguf", "no heads")),
     ({"kind": "mtp"}, UnsupportedError, ("qwen3.gguf", "no heads")),
-    ({"kind": "dflash", "model": "narrow"}, UnsupportedError, ("narrow.gguf", "a target 128 wide", "is 256")),
-    ({"kind": "dflash", "model": "wide"}, UnsupportedError, ("wide.gguf", "a target 512 wide", "is 256")),
+    (
+        {"kind": "dflash", "model": "narrow"},
+        UnsupportedError,
+        ("narrow.gguf", "a target with embeddings of size 128", "has 256"),
+    ),
+    (
+        {"kind": "dflash", "model": "wide"},
+        UnsupportedError,
+        ("wide.gguf", "a target with embeddings of size 512", "has 256"),
+    ),
     ({"kind": "dflash", "model": "layer 9"}, UnsupportedError, ("layer 9 of its target, which has 3",)),
     ({"kind": "dflash", "model": "last layer"}, UnsupportedError, ("what the target's last layer gives",)),
     ({"kind": "dflash", "model": "layer -1"}, UnsupportedError, ("layer -1 of its target, which has 3",)),

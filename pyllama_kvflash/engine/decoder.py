@@ -132,7 +132,7 @@ class Decoder:
             self.drafts.truncate(n_tokens)
 
     def rollback(self, n_tokens: int) -> None:
-        """Roll the sequence, checkpoints and drafter back to n_tokens positions. Raises as KVSequence.rollback()."""
+        """Roll the sequence, checkpoints and drafter back to n_tokens positions. Raises the errors of KVSequence.rollback()."""
         try:
             self.sequence.rollback(n_tokens)
         except UnsupportedError as err:

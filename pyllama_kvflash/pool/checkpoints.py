@@ -46,7 +46,7 @@ class Checkpoints:
 
         marks: positions, in ascending order, where another text may diverge from this one. Checkpoints are due at the last mark, at
         earlier ones that are at least n_ubatch tokens apart and, in a new text, at the first. Each one cuts a batch. n_tail: tokens
-        at the end that stay in one batch.
+        at the end that no checkpoint may cut.
         """
         start, options = self._sequence.n_tokens, self._sequence.options
         if not self.kept:
