@@ -19,7 +19,7 @@ class Cores:
     """
 
     def __init__(self, options: Options) -> None:
-        """options: as resolved for this machine and model."""
+        """options: from Options.resolved()."""
         self._n_threads = options.n_threads or 1
         self.on_cpu = options.on_cpu or not any(device.gpu for device in devices())
         watched = self._n_threads > 1 and self.on_cpu
@@ -53,7 +53,7 @@ def thread_times() -> tuple[float, float] | None:
     worked = waited = 0
     with suppress(OSError):
         for task in _TASKS.iterdir():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the thread has ended
                 on_core, in_queue, *_ = (task / "schedstat").read_bytes().split()
                 worked, waited = worked + int(on_core), waited + int(in_queue)
     return (worked / 1e9, waited / 1e9) if worked else None

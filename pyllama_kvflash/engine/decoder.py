@@ -1,4 +1,4 @@
-"""The decoder of one sequence: it decodes batches, feeds the drafter, and has the selector choose chunks in between."""
+"""The decoder of one sequence: it decodes batches, feeds the drafter, and has the selector choose chunks between batches."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -259,9 +259,8 @@ class Decoder:
     #
 
     def prefill(self, tokens: Tokens, marks: Sequence[int] = ()) -> Iterator[Event]:
-        """Decode tokens (n,) int32 in batches after the text in the context; the last token gets logits. marks: see Checkpoints.
-
-        See KVSequence.prefill.
+        """Decode tokens (n,) int32 in batches after the text in the context; the last token gets logits. marks: see
+        Checkpoints.stops. See KVSequence.prefill.
         """
         sequence, n = self.sequence, len(tokens)
         self.check_fits(n, sequence.n_tokens)
@@ -391,7 +390,7 @@ def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> li
     end = n - n_asking + n_first  # end of the first batch whose queries are needed
     cuts = list(range(end, n, n_most))
     wanted = [n_first, *[n_most] * len(cuts)]
-    if (end - 1) % n_ubatch + 1 < n_first:  # its last graph would have fewer tokens
+    if (end - 1) % n_ubatch + 1 < n_first:  # the batch's last graph would have fewer tokens
         cuts.insert(0, end - n_first)
         wanted.insert(0, 0)
     return list(zip(np.split(tokens, cuts), wanted, strict=True))

@@ -1,4 +1,4 @@
-"""One prompt and its answer on one sequence. This loop generates every answer."""
+"""One prompt and its answer on one sequence. All text is generated here."""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -19,7 +19,7 @@ from pyllama_kvflash.events import DraftStats, Event, Prefill, Token, Warn, sum_
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.pool.exact import Beside
 
-_AHEAD = 4096  # tokens of an answer whose host memory is taken in advance
+_AHEAD = 4096  # tokens of an answer for which host memory is taken in advance
 
 
 class Generation:
@@ -61,7 +61,7 @@ class Generation:
         if whole:  # last: if an earlier line refuses the prompt, the text stays
             n_kept, self._damage = keep_common(decoder, prompt)
             prompt = prompt[n_kept:]
-        self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
+        self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text to read before the answer
         self._marks = marks or (self._last_graph,)
         self._reader: Iterator[Event] | None = None
         self._guesses: Tokens | None = None  # drafted after the last token; None: not drafted yet
@@ -70,7 +70,7 @@ class Generation:
         with suppress(HostMemoryError):  # the answer may be shorter; reading reserves the prompt's part
             if sequence.pager:
                 sequence.pager.expect(min(len(prompt) + n_answer, sequence.options.n_ctx - sequence.n_tokens))
-        self._due = len(prompt) > 0 or sequence.pending is None  # sample a token from the last one's logits
+        self._due = len(prompt) > 0 or sequence.pending is None  # a token must be sampled from the last one's logits
         self._goes_on = not self._due
         last = sequence.pending if self._goes_on else None
         sampler.read(self._text if last is None else np.append(self._text, last))
@@ -244,7 +244,7 @@ class Generation:
             ]
         self.prepare()
         [events] = steps.take([self.next_step(self.decoder.sequence.options.n_ubatch)])
-        found = self.compare()  # before shown(), because it may be cut off
+        found = self.compare()  # before shown(): if it is cut off, no tokens are lost
         return [*events, *self.answer.shown(), *found, *self.decoder.after_step()]
 
     def ahead(self) -> Beside | None:

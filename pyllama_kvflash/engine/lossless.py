@@ -151,7 +151,7 @@ class Lossless:
         return [Paged(sequence.n_tokens, plan.drops, plan.page_ins)] if plan else []
 
     def _enough(self, n: int, least: float) -> bool:
-        """Return whether the draft has n tokens, or is accepted as a whole with a probability of at most `least`."""
+        """Return whether the draft ends: it has n tokens, or the probability that all are accepted is `least` or below."""
         return len(self._drafted) >= n or self._length.all_right(self._tops) <= least
 
     def _guess(self, token: int, at_most: int) -> Tokens:
@@ -233,7 +233,7 @@ class Lossless:
     def accepted(self, n: int, following: int | None) -> bool:
         """Record that n tokens are accepted, the pending one included. following: the token after them; None: the text ends.
 
-        Returns whether the trial continues: no drafted token was rejected.
+        Returns whether the trial continues. It does not if a drafted token was rejected, the text ends, or its room is used up.
         """
         at, ahead = self._sequence.n_tokens + n, self._drafted[self._n_checked :]
         right = n == self._n_checked + 1 and ahead[:1] in ([], [following])

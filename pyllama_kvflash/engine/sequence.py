@@ -79,8 +79,8 @@ class KVSequence:
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. It replaces the sequence's text.
         Their common prefix stays and is not read again: a second question about the same text reads only the question.
         `Stats.n_prompt` counts the tokens read: at least one, since the last one gives logits. The whole prompt is read if only BOS
-        is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the prefix, see
-        rollback(); without a checkpoint, the whole prompt is read. Call clear() first to read everything anew.
+        is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the prefix (see
+        rollback()). Without a checkpoint, the whole prompt is read. Call clear() first to read everything anew.
 
         The prefix stays as it was computed. Batches then begin at other positions than in a fresh prompt, so logits may differ by
         rounding. Tokens of an earlier answer in the prefix, as in a chat, were decoded through the pool. With `prefill` "pool", so
@@ -120,7 +120,7 @@ class KVSequence:
         """Answer a conversation, with the model's chat template. Yields the events of generate().
 
         messages: in OpenAI's form, `{"role": "user", "content": "..."}`; roles are system, user and assistant. If the last message
-        is the assistant's, the answer continues it. Give all messages each time: only new text is read, see generate().
+        is the assistant's, the answer continues it. Give all messages each time: only new text is read (see generate()).
         The answer is not added to them. max_tokens, sampling, stop: as for generate(). template: Jinja source that replaces the
         model's own. Without any template, messages become lines "role: text", the start of the next such line ends the answer, and
         a Warn says so.
@@ -203,9 +203,9 @@ class KVSequence:
         """Keep the first n_tokens positions. Pages in their last chunks if these are out.
 
         logits() is out of date until the next decode. A recurrent state, or an overwritten sliding window, can be rolled back only
-        to a checkpoint: UnsupportedError names the last one before n_tokens. Checkpoints are copies in host memory, up to
-        `checkpoint_limit`: at the starts of a conversation's messages, before the end of other prompts, and every 4,096 tokens.
-        keep_common() finds the best one.
+        to a checkpoint: UnsupportedError names the last one before n_tokens. A checkpoint is a copy in host memory, of which
+        `checkpoint_limit` bytes are kept. Checkpoints are made at the starts of a conversation's messages, before the end of other
+        prompts, and every 4,096 tokens. keep_common() finds the best one.
         """
         self.sequence.check_kept(n_tokens)
         self.decoder.claim()
@@ -436,8 +436,8 @@ class KVSequence:
         needed. In a pool of the same size that no other sequence shares, the sequence is restored exactly. Elsewhere the hottest
         chunks are paged in; with policy "fresh", each layer chooses at the first token.
 
-        Raises SnapshotError, with the reason, if the snapshot is damaged, or of another model, cache or text; the
-        sequence is then empty. A record is checked when first used: if it is damaged, generate() reads the text anew,
+        Raises SnapshotError, with the reason, if the snapshot is damaged, or belongs to another model, cache or text; the
+        sequence is then empty. A record is checked when it is first used: if it is damaged, generate() reads the text anew,
         and other calls raise SnapshotError.
         """
         tokens = None if prompt is None else self.model.ids(prompt)

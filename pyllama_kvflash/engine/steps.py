@@ -99,7 +99,7 @@ class LosslessStep(Step):
 
 
 def take(steps: Sequence[PlainStep]) -> list[list[Event]]:
-    """Take one step of several answers in one batch. Returns the events of each, without text.
+    """Take one step of each of several answers, in one batch. Returns the events of each, without text.
 
     Raises the errors of decode_each(). After an error, an answer without a new token gets it in the next step.
     """

@@ -23,7 +23,7 @@ def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[
     """Return the options to try, in order, with `coarse`, `codes_in_panes` and policy "auto" resolved: the most accurate codes first.
     The last one is used even if it does not fit. Policy "auto" becomes "fresh" with codes, else "qk".
 
-    options: resolved. possible: whether the model can have codes here. lodged: whether codes can share the panes' memory.
+    options: from Options.resolved(). possible: whether the model can have codes here. lodged: whether codes can share the panes' memory.
     """
     bits: tuple[str, ...] = (options.coarse,)
     if options.coarse == "auto":
@@ -99,8 +99,8 @@ M = TypeVar("M", bound=Made)
 def first_that_fits(
     options: Options, found: Sequence[Options], free: Mapping[str, int], make: Callable[[Options], M]
 ) -> M:
-    """Call `make` with the options of `found`, in order, and return the first result whose memory fits. If none does, return that of
-    the last options.
+    """Call `make` with the options of `found` in the order of _tries(), and return the first result whose memory fits. If none does,
+    return the result of the last options.
 
     found: choices(options). free: as for fits(). Raises the errors of `make` for the last options.
     """

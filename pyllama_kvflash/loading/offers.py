@@ -66,7 +66,7 @@ class Offer:
         return expected.divergence(self.n_pool / n_ctx, self.coarse, kind)
 
     def is_close(self, n_ctx: int) -> bool:
-        """Return whether its long answers diverge from the full f16 cache's about as little as a full q8_0 cache's."""
+        """Return whether long answers diverge from the full f16 cache's about as little as a full q8_0 cache's do."""
         far, q8_0 = self.divergence(n_ctx), expected.FULL_KLD["q8_0"]
         return far is not None and all(far[text] <= _AS_GOOD * q8_0[text] for text in far)
 
@@ -80,11 +80,11 @@ class Offer:
 
     @property
     def most_speed(self) -> float:
-        """The upper bound on tokens per second that reading weights from RAM sets; infinite if no weights are there."""
+        """How many tokens per second the reading of weights from RAM allows; infinite if no weights are in RAM."""
         return expected.RAM_RATE / self.host_read if self.host_read else math.inf
 
     def bytes_of(self, *, gpu: bool) -> int:
-        """Return the bytes of GPU memory, or of RAM, with a full context."""
+        """Return the bytes of GPU memory, or of RAM, that are taken with a full context."""
         return sum(need.total for need in self.needs if need.gpu == gpu)
 
 

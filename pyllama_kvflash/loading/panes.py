@@ -20,7 +20,7 @@ _WAY_OUT = "a smaller `n_ctx`, a smaller cache type (`type_k`, `type_v`), or `pr
 def open_exact(
     model: Model, geometry: Geometry, options: Options, n_pane: int, tap: Tap
 ) -> tuple[ExactReader | None, tuple[str, ...], tuple[str, ...]]:
-    """Make the context that reads prompts exactly, with n_pane panes. options: resolved.
+    """Make the context that reads prompts exactly, with n_pane panes. options: from Options.resolved().
 
     Returns the reader, notes and warnings. Raises NativeError and UnsupportedError. With `prefill` "auto", an error becomes a
     warning, and the reader is None.
@@ -53,7 +53,7 @@ def exact_bytes(
     """Return the bytes of an exact pass on each device, by index: panes (without codes that share their memory), compute buffers and
     states. The states count on one device, because their placement is unknown.
 
-    model: loaded with no_alloc. options: resolved. n_pane: panes; 0: those of the options, or LEAST_PANES. Raises NativeError and
+    model: loaded with no_alloc. options: from Options.resolved(). n_pane: panes; 0: those of the options, or LEAST_PANES. Raises NativeError and
     UnsupportedError.
     """
     n_pane = n_pane or options.panes or LEAST_PANES

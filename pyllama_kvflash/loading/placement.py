@@ -41,7 +41,7 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
 
     model: loaded without weights (no_alloc), on its future devices.
     geometry: of its full-attention cache.
-    options: resolved.
+    options: from Options.resolved().
     floor: the fewest cells of a pool.
 
     Raises NativeError and UnsupportedError.

@@ -24,7 +24,7 @@ from pyllama_kvflash.scorers.factory import query_of
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The expected result of loading. memory: each device's with a full context. options: with codes and policy decided."""
+    """The expected result of loading. memory: the bytes on each device with a full context. options: with codes and policy decided."""
 
     memory: tuple[DeviceBytes, ...]
     size: PoolSize
@@ -44,7 +44,7 @@ def planned(path: Path, options: Options) -> Planned:
 class Look:
     """A model opened without its weights, on its future devices.
 
-    options: resolved, with experts placed, and with a pool only if the model can have one. Codes and policy are not decided yet. free:
+    options: from Options.resolved(), with experts placed, and with a pool only if the model can have one. Codes and policy are not decided yet. free:
     as for bits.fits(). program: see program_bytes().
     """
 

@@ -33,13 +33,13 @@ class DeviceBytes:
     remote: it is on an RPC server, so that copies go through a network.
     free: free bytes before those below are allocated.
     token_bytes: KV of one token in what is being sized: a pool, a full cache, or panes.
-    kv: full attention: the pool, or the full cache.
+    kv: the full-attention cache: the pool, or the full cache.
     coarse: codes of all positions, with a GPU's buffers for attending to them.
     states: sliding windows and recurrent states.
-    panes: of an exact pass.
+    panes: layers of an exact pass.
     buffers: compute buffers as allocated; the host touches only a part of its own.
     drafter: all memory of a draft model.
-    records: of chunks, in host memory. checkpoints: of states, in host memory.
+    records: records of chunks, in host memory. checkpoints: copies of states, in host memory.
     program: Python and its libraries, or the GPU's driver.
     """
 

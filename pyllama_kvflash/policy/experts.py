@@ -35,7 +35,7 @@ class Holding(DeviceBytes):
 
     @property
     def what(self) -> str:
-        """The weights that may stay on the host, in words."""
+        """The name of the weights that may stay on the host, for notes."""
         return "feed-forward weights" if self.dense else "experts"
 
     def need(self, n_host: int, tokens: int) -> int:

@@ -32,12 +32,12 @@ class Gate:
         self.drafted_s: float | None = None
         self.committed: float | None = None
         self._n_plain = 0
-        self._n_drafted = 0  # since the last try began
-        self._spent_s = 0.0  # their seconds
-        self._least_s = math.inf  # seconds of the fastest of them
-        self._gained = 0  # tokens committed by them
+        self._n_drafted = 0  # drafted steps since the last try began
+        self._spent_s = 0.0  # seconds of these steps
+        self._least_s = math.inf  # seconds of the fastest of these
+        self._gained = 0  # tokens that these committed
         self._since_plain = 0  # drafted steps since a plain one was measured
-        self._switched = False  # the step before was drafted
+        self._switched = False  # whether the previous step was drafted
         self._extra_s = 0.0  # extra seconds of plain steps after drafted ones
         self._below = 0
         self._closed = False

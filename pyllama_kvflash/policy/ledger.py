@@ -136,7 +136,7 @@ class Ledger:
 
     @property
     def stored(self) -> Mask:
-        """A copy of the mask of chunks with a valid record in the host store, (n_chunks,) bool."""
+        """A copy of the mask of chunks whose record is in the host store, or is being copied there, (n_chunks,) bool."""
         return self._stored.copy()
 
     @property
@@ -273,7 +273,7 @@ class Ledger:
         return [int(c) for c in np.flatnonzero(~self._stored[: self.n_sealed])]
 
     def mark_stored(self, chunk: int) -> None:
-        """Record that the host store has the record of a sealed, resident chunk."""
+        """Record that a sealed, resident chunk has a record in the host store, or that the copy has begun."""
         if chunk >= self.n_sealed:
             raise LedgerError(f"chunk {chunk} is not sealed")
         if not self.holds(chunk):

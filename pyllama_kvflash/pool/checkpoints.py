@@ -12,7 +12,9 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 
 MOST = 16  # checkpoints per sequence
 _EVERY = 4096  # tokens between checkpoints at the ends of batches
-_CUT_EVERY = 4096  # tokens between cuts of a batch at the end of a chunk: its second half reads the whole KV again
+_CUT_EVERY = (
+    4096  # tokens between cuts of a batch at the end of a chunk: the batch's second part reads the whole KV again
+)
 _NEWEST = 2  # the newest checkpoints are never evicted: an agent mostly goes back to one of them
 _NEAREST = 64  # tokens; shorter distances to the end count as this one
 _SAVED = 4  # checkpoints in a snapshot, at most; one takes some 150 MiB for a 27B model

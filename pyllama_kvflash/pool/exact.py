@@ -108,7 +108,9 @@ class ExactReader:
             self.finish()
 
     def _compute_beside(self, own: ExactContext, beside: Beside, *place: Any) -> None:
-        """Compute a batch in a thread, because launching its transfers takes nearly as long as the transfers."""
+        """Compute a batch in a thread, and run `beside` meanwhile. The thread is needed because launching the batch's transfers takes
+        nearly as long as the transfers.
+        """
 
         def whole() -> None:
             own.pace(paced=True)
@@ -145,7 +147,7 @@ class ExactReader:
             own.attn_seq_rm(start, -1)
 
     def _own(self, seq: int) -> ExactContext:
-        """Give the context to a sequence, and return that sequence's view of it."""
+        """Give the paned context to a sequence, and return that sequence's view of it."""
         if self._computing and not self._computing.done():
             self.finish()  # an earlier wait for it was cut off
         if self._seq not in (None, seq):

@@ -84,7 +84,7 @@ def _context(spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatc
 
 
 def _check_dflash(model: Model, target: Model) -> None:
-    """Raise UnsupportedError for a drafter on which llama.cpp would abort, or fail only while it drafts."""
+    """Raise UnsupportedError for a drafter that would make llama.cpp abort, or fail only while drafting."""
     if model.meta("general.architecture") != "dflash":
         return  # the library refuses it
     width, wide = _width(model), _width(target)
@@ -113,12 +113,12 @@ class DraftModel:
     def __init__(
         self, spec: Spec, target: Context, *, n_batch: int, n_ubatch: int, where: dict[str, Any], n_threads: int
     ) -> None:
-        """target: the context. n_batch, n_ubatch: its batch sizes. where: the devices, as for Model.load.
+        """target: the target's context. n_batch, n_ubatch: its batch sizes. where: the devices, as for Model.load.
 
         Raises UsageError (n_ubatch is too small), ModelError, UnsupportedError and NativeError. All name the drafter.
         """
         self.spec = spec
-        self.name = _NATIVE.get(spec.kind, "draft-dflash")  # llama.cpp's
+        self.name = _NATIVE.get(spec.kind, "draft-dflash")  # llama.cpp's name of the implementation
         self.listening: set[Any] = {target.handle}
         self.n_batch = n_batch
         self._n_ubatch = n_ubatch
@@ -169,7 +169,7 @@ class DraftModel:
 
     def close(self) -> None:
         """Free the model. Harmless when called again."""
-        self.listening.clear()  # it would keep the contexts
+        self.listening.clear()  # it would keep the contexts alive
         self._stack.close()
 
 
@@ -242,7 +242,7 @@ class Drafts:
     #
 
     def expect(self, n_end: int) -> None:
-        """Announce a prompt that ends at position n_end: the drafter needs the features of its last window only."""
+        """Announce a prompt that ends at position n_end: the drafter needs the features of the prompt's last window only."""
         self._until = n_end
 
     def before(self, ctx: Context, pos: int, n: int) -> None:

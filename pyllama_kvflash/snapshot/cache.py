@@ -57,7 +57,7 @@ class CacheStats:
 
 
 class Savable(Protocol):
-    """The part of a sequence that the cache uses. KVFlash has it."""
+    """The part of a sequence that the cache uses. KVSequence has it."""
 
     options: Options
     model: Model
@@ -344,7 +344,7 @@ class PrefixCache:
         removed = self.evict(0)
         for home in _folders(self.folder):
             remove_name(home)
-            with suppress(OSError):  # it has a foreign file, or a new one
+            with suppress(OSError):  # the folder has a foreign file, or a new one
                 home.rmdir()
         with suppress(OSError):
             (self.folder / _LOCK).unlink()

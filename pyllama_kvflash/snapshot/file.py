@@ -350,7 +350,7 @@ class Filling:
         self._notes: Notes = {}
 
     def __call__(self, place: Record) -> None:
-        """Fill the place, if it is not filled yet. Raises SnapshotError. For any thread."""
+        """Fill the place, if it is not filled yet. Raises SnapshotError. Any thread may call this."""
         while not self._done:
             try:
                 noted(self._notes, self._chunk, lambda: self._fill(place))
