@@ -95,11 +95,13 @@ CODES = {
     "a pool that is too large for a GPU's shared memory": Refusal(
         "a block of this GPU cannot choose among the {} tokens of the pool", _OTHER
     ),
-    "positions as a bias of the attention (ALiBi)": Refusal(
+    "ALiBi, which adds positions to the attention as a bias": Refusal(
         "ALiBi needs the position of each cell, which guests do not have", _OTHER
     ),
-    "rows of keys that are not those of heads": Refusal("the K rows of layer {} are not divided into heads", _OTHER),
-    "codes (`coarse`) on a GPU older than Turing, or with large heads on one of small blocks": Refusal(
+    "rows of keys that are not divided into heads": Refusal(
+        "the K rows of layer {} are not divided into heads", _OTHER
+    ),
+    "codes (`coarse`) on a GPU older than Turing, or on one whose blocks have too little memory for the model's heads": Refusal(
         "this GPU cannot attend to codes: it is older than Turing, or its blocks have too little memory",
         f"{_OTHER}, or the CPU (`n_gpu_layers` 0)",
     ),

@@ -149,8 +149,8 @@ def full_cache(memory: Sequence[DeviceBytes], n_ctx: int) -> tuple[bool, str]:
     if n_ctx <= AUTO_FULL:
         return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size}"
     return False, (
-        f"auto: the full cache of {n_ctx:,} tokens would fit, with {size}; a pool decodes faster, by more as the context grows, and long"
-        " answers are further from the full cache's (`pool` off)"
+        f"auto: the full cache of {n_ctx:,} tokens would fit, with {size}; a pool decodes faster, and the gain grows with the context,"
+        " but long answers are further from the full cache's (`pool` off)"
     )
 
 

@@ -274,7 +274,7 @@ class PooledSequence:
                 s._undo_trial()  # noqa: SLF001 (a peer)
                 s.ctx.seq_rm(s.n_tokens)
             except UnsupportedError:
-                msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
+                msg = "a batch was cut off, and this model's memory cannot be rolled back: call clear() and start again"
                 raise NativeError(msg) from None
             s.forget_exactly(s.n_tokens)  # rows of rejected tokens
             s.settle_token()

@@ -110,7 +110,7 @@ class PrefixCache:
         self._mutex = Lock()
         self._writer = ThreadPoolExecutor(1, "kvflash-cache")
         if limit <= 0:
-            msg = f"the prefix cache is limited to {limit:,} bytes: give 20GiB, say"
+            msg = f"the prefix cache is limited to {limit:,} bytes: give more, such as 20GiB"
             raise UsageError(msg)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
