@@ -85,7 +85,7 @@ def test_refused(opened: Open, spec: dict[str, Any], error: type[KVFlashError], 
 def test_refused_together_with_something_else(opened: Open) -> None:
     for options in ({"n_ubatch": N_MAX + 1}, {"n_batch": N_MAX + 1}):
         with pytest.raises(
-            UsageError, match=rf"{N_MAX} tokens only if `n_batch` and `n_ubatch` are {N_MAX + 2} at least"
+            UsageError, match=rf"{N_MAX} tokens only if `n_batch` and `n_ubatch` are at least {N_MAX + 2}"
         ):
             opened("qwen35", {}, **options)
 

@@ -81,7 +81,7 @@ def test_a_snapshot_is_of_one_scaling(opened: Open, tmp_path: Path) -> None:
     kv.save(tmp_path / "yarn.kvsnap")
     assert opened(rope=YARN, snapshots=True).restore(tmp_path / "yarn.kvsnap") == N
     for rope in (None, Rope(scaling="yarn", scale=2, orig_ctx=1024)):
-        with pytest.raises(SnapshotError, match=r"of another model, or of another scaling of RoPE"):
+        with pytest.raises(SnapshotError, match=r"with another model, or another scaling of RoPE"):
             opened(rope=rope, snapshots=True).restore(tmp_path / "yarn.kvsnap")
 
 

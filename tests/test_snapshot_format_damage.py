@@ -116,9 +116,9 @@ def test_forged_guests(fresh: Path, field: str) -> None:
     ("field", "value", "why"),
     [
         ("n_known", 65, "64 of its 70 positions have codes, and 65 had them when the last segment began"),
-        ("n_known", 2**32 - 1, "of its 70 positions 64 have codes, and 4,294,967,295 had some"),  # -1, as it is stored
-        ("n_tokens", 80, "of its 70 positions 80 have codes, and 16 had some"),
-        ("n_tokens", 15, "of its 70 positions 15 have codes, and 16 had some"),
+        ("n_known", 2**32 - 1, "64 of its 70 positions have codes, and 4,294,967,295 had them"),  # -1, as it is stored
+        ("n_tokens", 80, "80 of its 70 positions have codes, and 16 had them"),
+        ("n_tokens", 15, "15 of its 70 positions have codes, and 16 had them"),
     ],
 )
 def test_forged_numbers_of_codes(fresh: Path, field: str, value: int, why: str) -> None:
