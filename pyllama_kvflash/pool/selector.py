@@ -39,7 +39,7 @@ class Selector:
         self._on_cpu = not ctx.pinned  # scoring then competes with decoding
         self._again = (
             options.again if goes_back and options.spec is None else 0.0
-        )  # a drafter has read the token already
+        )  # off with a drafter, which has read the token already
         self._at_once = True  # whether the last scoring ended within its token
         self.schedule = Schedule(options.interval, options.share, within=self._within(scorer), free=not self._on_cpu)
         self._n_most = options.n_swaps
@@ -57,7 +57,7 @@ class Selector:
         self._into = ctx.host_buffer(4 * sum(n * m for n, m in self._shapes)).view(np.float32)
         self._ticket: int | None = None
         self._ticked: float | None = None
-        self._orphaned = False  # begun by a step that was cut off: the next token discards it
+        self._orphaned = False  # whether a cut-off step began the scoring: the next token then discards it
 
     def close(self) -> None:
         """End the threads."""
