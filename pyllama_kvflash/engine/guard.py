@@ -40,7 +40,7 @@ class Guard:
         self._free = free
         self._name = name
         self._pid = os.getpid()
-        self._notes: native.Notes = {}  # of _USE and _FREE
+        self._notes: native.Notes = {}  # by _USE and _FREE
         self._abandoned = finalize(self, _free_here, free, self._pid)
         self._abandoned.atexit = False  # _close_all() waits for calls
         _live[id(self)] = self

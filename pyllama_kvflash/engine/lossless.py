@@ -22,7 +22,7 @@ from pyllama_kvflash.pool.exact import Beside
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.speculation import Drafts
 
-_PADDED = 16  # checks are padded to a multiple of so many tokens
+_PADDED = 16  # checks are padded to a multiple of this many tokens
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -76,7 +76,7 @@ class Lossless:
 
     @property
     def _room(self) -> int:
-        """The most tokens of a check."""
+        """The longest check, in tokens."""
         sequence = self._sequence
         return min(sequence.options.n_ctx - sequence.n_tokens, sequence.reads_exactly.n_batch)
 

@@ -253,7 +253,7 @@ def _opened(
 
 
 class _Loading:
-    """The ground of a plan that is executed: measures free memory, and opens the exact pass. parts: receives what is opened."""
+    """The Ground of a plan that is executed: measures free memory, and opens the exact pass. parts: receives what is opened."""
 
     def __init__(
         self, model: Model, geometry: Geometry, options: Options, open_engine: OpenEngine, parts: ExitStack

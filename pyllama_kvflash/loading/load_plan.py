@@ -62,8 +62,8 @@ class Ground(Protocol):
 def plan_contexts(geometry: Geometry, options: Options, ground: Ground, fingerprint: int = 0) -> LoadPlan:
     """Decide on the pool and the exact pass.
 
-    geometry: of the full-attention cache. options: from Options.resolved(), with a policy that the model can have. fingerprint: of the model, for the
-    pool's records; 0: the plan is only inspected.
+    geometry: of the full-attention cache. options: from Options.resolved(), with a policy that the model can have. fingerprint: the
+    model's, for the pool's records; 0: the plan is only inspected.
 
     An automatic pool is sized from the memory that the exact pass leaves. Raises the ground's errors, and UsageError.
     """

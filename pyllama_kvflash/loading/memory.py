@@ -36,8 +36,8 @@ def coarse_bytes(
 ) -> dict[int, int]:
     """Return the bytes of the codes of full contexts, with the GPU buffers for attending to them, by device index.
 
-    options: from Options.resolved(), with `coarse` decided. n_pool: cells of the pool; None: of the largest pool that the options allow. lodged: leave
-    out codes that share the memory of an exact pass.
+    options: from Options.resolved(), with `coarse` decided. n_pool: cells of the pool; None: of the largest pool that the options allow.
+    lodged: leave out codes that share the memory of an exact pass.
     """
     codes = _codes(geometry, options)
     if not codes:

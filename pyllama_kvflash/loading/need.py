@@ -40,8 +40,8 @@ def needs_of(
 ) -> tuple[DeviceBytes, ...]:
     """Return what each device holds with a full context, without empty devices; estimates for a model loaded with no_alloc.
 
-    options: from Options.resolved(). n_pool: cells of the pool; None: the full cache. exact: what the exact pass holds, by device index. drafter: bytes of
-    a drafter on each device. program: see program_bytes().
+    options: from Options.resolved(). n_pool: cells of the pool; None: the full cache. exact: what the exact pass holds, by device index.
+    drafter: bytes of a drafter on each device. program: see program_bytes().
     """
     weights, found = weights_of(ctx.model), devices()
     token_bytes = geometry.by_device(row_bytes, *types_of(options))

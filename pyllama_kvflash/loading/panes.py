@@ -53,8 +53,8 @@ def exact_bytes(
     """Return the bytes of an exact pass on each device, by index: panes (without codes that share their memory), compute buffers and
     states. The states count on one device, because their placement is unknown.
 
-    model: loaded with no_alloc. options: from Options.resolved(). n_pane: panes; 0: those of the options, or LEAST_PANES. Raises NativeError and
-    UnsupportedError.
+    model: loaded with no_alloc. options: from Options.resolved(). n_pane: panes; 0: those of the options, or LEAST_PANES. Raises
+    NativeError and UnsupportedError.
     """
     n_pane = n_pane or options.panes or LEAST_PANES
     states = _state_bytes(model, options)

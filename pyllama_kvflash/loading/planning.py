@@ -44,8 +44,8 @@ def planned(path: Path, options: Options) -> Planned:
 class Look:
     """A model opened without its weights, on its future devices.
 
-    options: from Options.resolved(), with experts placed, and with a pool only if the model can have one. Codes and policy are not decided yet. free:
-    as for bits.fits(). program: see program_bytes().
+    options: from Options.resolved(), with experts placed, and with a pool only if the model can have one. Codes and policy are not
+    decided yet. free: as for bits.fits(). program: see program_bytes().
     """
 
     model: Model
@@ -84,7 +84,7 @@ def look(path: Path, options: Options) -> Iterator[Look]:
 
 
 class _Looking:
-    """The ground of a plan that is only inspected: subtracts the future weights and exact pass from free memory."""
+    """The Ground of a plan that is only inspected: subtracts the future weights and exact pass from free memory."""
 
     def __init__(self, model: Model, geometry: Geometry, options: Options) -> None:
         self.weights = weights_of(model)

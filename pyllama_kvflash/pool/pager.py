@@ -71,8 +71,8 @@ class Pager:
     #
 
     def close(self) -> None:
-        """End copies and threads, and free the records."""
-        with suppress(DeviceLostError):  # its copies have ended
+        """Wait for the copies, end the threads, and free the records."""
+        with suppress(DeviceLostError):  # the copies of a lost device have ended
             self.ctx.wait()
         self._summariser.close()
         if self.guests:

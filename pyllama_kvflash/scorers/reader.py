@@ -207,7 +207,7 @@ class Reader:
         return np.where(candidates, scores, scores[candidates].min(initial=0.0))
 
     def _through_text(self, kv: SmallEngine, retokenizer: Retokenizer, view: View) -> Scores:
-        """Read the target's text in the small model's tokens. Returns the best score within the text of each target chunk."""
+        """Read the target's text in the small model's tokens. Returns the best score within each target chunk's text."""
         pieces = _pieces(self._target, view.tokens)
         retokenizer.update(b"".join(pieces))
         special = kv.tokenize("", add_special=True)  # BOS, if the small model has one

@@ -29,7 +29,7 @@ GUESTS = np.dtype(
 class SavedGuests:
     """The guests of a sequence, and a description of its codes.
 
-    n_tokens: positions with codes, from the first on: whole chunks.
+    n_tokens: the number of positions with codes, from the first on; whole chunks.
     n_known: positions with codes when the last segment of 4,096 began.
     sizes: bytes of the codes of each layer.
     checksums: one for each layer's codes, so that threads can check them; empty: not known yet.
