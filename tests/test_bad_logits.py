@@ -168,7 +168,7 @@ def test_a_broken_drafter_is_told_once_and_drafts_no_more(opened: Open, files: C
         events = [*kv.generate(PROMPT[:100], max_tokens=12, sampling=GREEDY)]
         assert text_of(events) == want
         [warning] = [e.text for e in events if isinstance(e, Warn)]
-        assert "drafts no more" in warning
+        assert "no longer drafts" in warning
         assert WORDS in warning
         assert events[-1].stats.drafted == 0
         assert not any(isinstance(e, Warn) for e in kv.generate(PROMPT[:90], max_tokens=4, sampling=GREEDY))

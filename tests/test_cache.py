@@ -255,7 +255,7 @@ def test_damage_that_is_found_later_has_the_text_read_anew(opened: Open, tmp_pat
     events = list(kv.generate(OTHER[:70], max_tokens=12, sampling=GREEDY, append=True))
     warnings = [e.text for e in events if isinstance(e, Warn)]
     assert len(warnings) == 1
-    assert re.search(r"the record of chunk \d+ was changed; what was restored is read again", warnings[0])
+    assert re.search(r"the record of chunk \d+ was changed; the restored text is read again", warnings[0])
     assert [e.id for e in events if isinstance(e, Token)] == cold
     kv.check_integrity()
     assert (cache.stats.damaged, cache.entries()) == (1, [])

@@ -77,7 +77,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-SAYS = "threads wait for a core 50 % of the time, as beside another busy program: `n_threads` is 2, and a smaller one is faster then"
+SAYS = "threads wait for a core 50 % of the time, as they do beside another busy program: `n_threads` is 2, and fewer would be faster"
 
 
 def test_a_run_warns_once(crowded: list[int]) -> None:

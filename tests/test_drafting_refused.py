@@ -1,4 +1,4 @@
-"""What is wrong with a drafter is said in one sentence, or it drafts no more."""
+"""What is wrong with a drafter is said in one sentence, or it no longer drafts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,8 +53,16 @@ REFUSED: list[tuple[dict[str, Any], type[KVFlashError], tuple[str, ...]]] = [
     ({"kind": "eagle3", "model": "dflash"}, KVFlashError, ("dflash.gguf", "not eagle3")),
     ({"kind": "mtp", "model": "draft"}, UnsupportedError, ("draft.gguf", "no heads")),
     ({"kind": "mtp"}, UnsupportedError, ("qwen3.gguf", "no heads")),
-    ({"kind": "dflash", "model": "narrow"}, UnsupportedError, ("narrow.gguf", "a target 128 wide", "is 256")),
-    ({"kind": "dflash", "model": "wide"}, UnsupportedError, ("wide.gguf", "a target 512 wide", "is 256")),
+    (
+        {"kind": "dflash", "model": "narrow"},
+        UnsupportedError,
+        ("narrow.gguf", "a target with embeddings of size 128", "has 256"),
+    ),
+    (
+        {"kind": "dflash", "model": "wide"},
+        UnsupportedError,
+        ("wide.gguf", "a target with embeddings of size 512", "has 256"),
+    ),
     ({"kind": "dflash", "model": "layer 9"}, UnsupportedError, ("layer 9 of its target, which has 3",)),
     ({"kind": "dflash", "model": "last layer"}, UnsupportedError, ("what the target's last layer gives",)),
     ({"kind": "dflash", "model": "layer -1"}, UnsupportedError, ("layer -1 of its target, which has 3",)),
@@ -77,7 +85,7 @@ def test_refused(opened: Open, spec: dict[str, Any], error: type[KVFlashError], 
 def test_refused_together_with_something_else(opened: Open) -> None:
     for options in ({"n_ubatch": N_MAX + 1}, {"n_batch": N_MAX + 1}):
         with pytest.raises(
-            UsageError, match=rf"{N_MAX} tokens only if `n_batch` and `n_ubatch` are {N_MAX + 2} at least"
+            UsageError, match=rf"{N_MAX} tokens only if `n_batch` and `n_ubatch` are at least {N_MAX + 2}"
         ):
             opened("qwen35", {}, **options)
 

@@ -117,7 +117,7 @@ def test_cut_off_batch_of_a_recurrent_model(opened: Open, monkeypatch: pytest.Mo
         with pytest.raises(KeyboardInterrupt):
             kv.decode(TOKENS[500:564])
     for _ in range(2):
-        with pytest.raises(NativeError, match=r"memory cannot go back: clear\(\) and start again"):
+        with pytest.raises(NativeError, match=r"memory cannot be rolled back: call clear\(\) and start again"):
             kv.decode(TOKENS[500:564])
     kv.clear()
     kv.check_integrity()

@@ -56,7 +56,7 @@ def test_a_pool_is_redundant_if_the_full_cache_fits_beside_all_experts() -> None
     assert (found.n_cpu_moe, found.pool, found.redundant, found.warnings) == (0, "off", True, ())
     (note,) = found.notes
     assert note == (
-        "experts: all stay on the GPU, and the full cache beside them: 100 MiB other weights and states + 1200 MiB experts"
+        "experts: all stay on the GPU, and the full cache fits beside them: 100 MiB other weights and states + 1200 MiB experts"
         " + 512 MiB KV of 32,768 tokens + 512 MiB reserve = 2324 MiB, of 2324 MiB free on CUDA0, so the pool is redundant,"
         " and turned off (`pool` N keeps one of N tokens)"
     )
@@ -160,7 +160,7 @@ def test_every_device_holds_its_part(first: int, second: int, n: int, tight: str
 
 def test_without_a_gpu_there_is_nothing_to_save() -> None:
     host = replace(HOST, experts=(300 * MIB,) * 4, free=1 << 40, token_bytes=KIB)
-    note = "experts: all are in host memory as it is, there is no GPU to save memory on"
+    note = "experts: all are in host memory already, because there is no GPU"
     for pool in ("auto", 2048, "off"):
         assert place(host, pool=pool) == Placement(0, pool, notes=(note,))
     assert place(host, request=2) == Placement(2, "auto", notes=(note,))

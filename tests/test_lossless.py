@@ -207,7 +207,7 @@ def test_a_state_that_cannot_go_back(opened: Open, known: Callable[..., Chosen],
     assert kv.decoder.lossless is not None
     assert (kv.decoder.lossless.stats.drafted, kv.decoder.lossless.stats.plain_steps) == (0, 29)
     check_residency(kv, CHUNK)
-    with pytest.raises(UnsupportedError, match="cannot take that back over rejected tokens"):
+    with pytest.raises(UnsupportedError, match="cannot roll back over rejected tokens"):
         opened("qwen3next", spec=Spec(kind="ngram"))
 
 

@@ -21,7 +21,7 @@ from pyllama_kvflash.policy import QkCos
 pytestmark = pytest.mark.native
 
 SMALL: dict[str, Any] = LRU
-LOST = "another call has begun or changed this sequence in the meantime, so this one cannot continue: .*n_parallel"
+LOST = "another call has taken or changed this sequence in the meantime, so this one cannot continue: .*n_parallel"
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.native
 SMALL: dict[str, Any] = {**LRU, "n_ctx": 4096, "coarse": "off"}
 MOE = "qwen3moe"
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.")
-NO_GPU = "experts: all are in host memory as it is, there is no GPU to save memory on"
+NO_GPU = "experts: all are in host memory already, because there is no GPU"
 COMMON_H = Path(__file__).parent.parent / "vendor" / "llama.cpp" / "common" / "common.h"
 
 
@@ -156,7 +156,7 @@ def test_experts_on_the_host_give_the_same_logits(opened: Open, loads: list[dict
 def test_a_model_without_experts(opened: Open, loads: list[dict[str, Any]], asked: int | str, n: int) -> None:
     """Its feed-forward weights stay."""
     kv = opened("qwen3", n_cpu_moe=asked)
-    assert kv.notes[0].startswith("feed-forward weights: all are in host memory as it is")
+    assert kv.notes[0].startswith("feed-forward weights: all are in host memory already")
     assert [re.sub(pattern, "", f"blk.{i}.ffn_up.weight") for i, pattern in enumerate(loads[-1]["on_host"])] == [""] * n
     assert (kv.n_pool, kv.options.n_cpu_moe, kv.warnings) == (768, n, ())
 

@@ -116,7 +116,7 @@ def test_memory_that_is_not_pooled(model_path: Callable[[str], Path], name: str)
     memory, refusal = CLASSES.get(name, WINDOWED.get(name)), MEMORIES.get(CLASSES.get(name, ""), WINDOWS)
     path = model_path(name)
     text = sentence(lambda: KVFlash.from_file(path, **SMALL))
-    why = f"its memory ({memory}) cannot be pooled, for {refusal.reason}; {refusal.alternative}"
+    why = f"its memory ({memory}) cannot be pooled, because {refusal.reason}; {refusal.alternative}"
     assert text == f"{path} cannot be run with a pool: {why}"
     found = inspect(path)
     assert (found["memory_class"], found["poolable"], found["refusal"]) == (memory, False, why)

@@ -209,7 +209,7 @@ def test_too_many_pins_raise_the_pool_or_are_refused(opened: Open) -> None:
     kv = opened(n_batch=0, tau=16)
     read(kv, 3000)
     before = (kv.pager.ledger.pins.copy(), kv.residency().resident.tolist(), kv.n_batch)
-    with pytest.raises(PoolError, match=r"pinning 64:2000 makes 31 pinned chunks, for which a pool of \d+"):
+    with pytest.raises(PoolError, match=r"pinning 64:2000 makes 31 pinned chunks, which need a pool of \d+"):
         kv.pin(64, 2000)
     assert (kv.pager.ledger.pins, kv.residency().resident.tolist(), kv.n_batch) == before
     feed(kv, 3100)

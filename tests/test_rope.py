@@ -81,7 +81,7 @@ def test_a_snapshot_is_of_one_scaling(opened: Open, tmp_path: Path) -> None:
     kv.save(tmp_path / "yarn.kvsnap")
     assert opened(rope=YARN, snapshots=True).restore(tmp_path / "yarn.kvsnap") == N
     for rope in (None, Rope(scaling="yarn", scale=2, orig_ctx=1024)):
-        with pytest.raises(SnapshotError, match=r"of another model, or of another scaling of RoPE"):
+        with pytest.raises(SnapshotError, match=r"with another model, or another scaling of RoPE"):
             opened(rope=rope, snapshots=True).restore(tmp_path / "yarn.kvsnap")
 
 
@@ -123,7 +123,7 @@ def test_refused(given: dict[str, Any], words: str) -> None:
 
 
 def test_a_part_of_yarn_without_yarn_is_warned_of(opened: Open) -> None:
-    said = "does nothing: it is of YaRN, which this model does not have"
+    said = "does nothing: it belongs to YaRN, which this model does not use"
     for rope in (Rope(beta_fast=16), Rope(orig_ctx=1024), Rope(scale=2, beta_slow=2)):
         assert any(said in text for text in opened(rope=rope, n_ctx=2 * tiny.N_CTX).warnings)
     for rope in (Rope(attn_factor=1.2), Rope(beta_fast=16, ext_factor=1, scale=2), YARN):

@@ -367,7 +367,7 @@ def test_a_request_whose_sequence_is_taken() -> None:
         first = Asked(scheduler, tokens_of(40), 3000, on)
         second = Asked(scheduler, tokens_of(50, 1), 40)
         assert first.failed.status == 500
-        assert first.failed.message.startswith("another call has begun or changed this sequence")
+        assert first.failed.message.startswith("another call has taken or changed this sequence")
         assert second.text == alone([tokens_of(50, 1)], 40)[0]
         assert Asked(scheduler, tokens_of(50, 1), 40).text == second.text
     assert taken[0].exception() is None

@@ -452,7 +452,7 @@ def test_a_part_is_saved_up_to_a_checkpoint(opened: Open, snap: Path, name: str)
 def test_other_numbers_of_positions_are_refused(opened: Open, snap: Path, name: str) -> None:
     kv = read(opened(name, **COVERING), 700)
     for n in (-64, 100, 699, 701, 768):
-        with pytest.raises(UsageError, match=rf"{n} positions cannot be saved of 700: give one of .*640, 700"):
+        with pytest.raises(UsageError, match=rf"{n} of 700 positions cannot be saved: give one of .*640, 700"):
             kv.save(snap, n)
     assert not snap.exists()
     kv.save(snap, 700)
@@ -464,7 +464,7 @@ def test_without_checkpoints_only_all_can_be_saved(opened: Open, snap: Path, nam
     """And restored: where a state was not kept, nothing is cut."""
     kv = read(opened(name), 700)
     assert kv.checkpoints == []
-    with pytest.raises(UsageError, match="640 positions cannot be saved of 700: give one of 700"):
+    with pytest.raises(UsageError, match="640 of 700 positions cannot be saved: give one of 700"):
         kv.save(snap, 640)
     kv.save(snap)
     with pytest.raises(SnapshotError, match="of its 700 tokens the first 650 are those of this text"):

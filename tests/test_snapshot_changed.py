@@ -119,7 +119,7 @@ def test_changed_after_a_restore(opened: Open, snap: Path, change: Callable[[Pat
     change(snap)
     events = list(kv.generate(MORE[:100], max_tokens=40, sampling=GREEDY, append=True))
     (warning,) = [event.text for event in events if isinstance(event, Warn)]
-    assert "what was restored is read again" in warning
+    assert "the restored text is read again" in warning
     assert ids(events) == cold(opened, policy=Odd("oldest"))
     kv.check_integrity()
 

@@ -44,11 +44,14 @@ def usable_afterwards(kv: KVFlash) -> None:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "cache types": (
         {"type_k": "q8_0", "type_v": "q8_0"},
-        r"its layers or cache types are others \(`type_k`, `type_v`\)",
+        r"its layers or cache types differ \(`type_k`, `type_v`\)",
     ),
     "chunk": ({"chunk": 32}, r"its chunks have 64 positions, and 32 here \(chunk\)"),
-    "flash attention": ({"flash_attn": "off"}, r"its cache is laid out or rotated otherwise: flags \d, and \d here"),
-    "context": ({"n_ctx": 1536, "pool": 1024}, "it has 2,000 positions, and the context 1,536: use a larger `n_ctx`"),
+    "flash attention": ({"flash_attn": "off"}, r"its cache has another layout or rotation: flags \d, and \d here"),
+    "context": (
+        {"n_ctx": 1536, "pool": 1024},
+        "it has 2,000 positions, and the context has 1,536: use a larger `n_ctx`",
+    ),
 }
 
 
@@ -68,7 +71,7 @@ def test_a_snapshot_of_other_weights(saved: Path, tiny_path: Callable[[str], Pat
     data[-1] ^= 1
     path.write_bytes(data)
     with KVFlash.from_file(path, **SMALL) as kv:
-        with pytest.raises(SnapshotError, match="it is of another model"):
+        with pytest.raises(SnapshotError, match="it was made with another model"):
             kv.restore(saved)
         usable_afterwards(kv)
 
@@ -176,7 +179,7 @@ def test_a_damaged_record_is_read_anew(opened: Open, saved: Path, snap: Path, po
     kv.restore(damaged(saved, chunk, snap))
     events = list(kv.generate(MORE[:100], max_tokens=40, sampling=GREEDY, append=True))
     (warning,) = [event.text for event in events if isinstance(event, Warn)]
-    assert f"the record of chunk {chunk} was changed; what was restored is read again" in warning
+    assert f"the record of chunk {chunk} was changed; the restored text is read again" in warning
     assert ids(events) == answer(cold, [*TOKENS[:2000], *MORE[:100]], append=False)
     assert_same(go_on(kv), go_on(cold))
     kv.check_integrity()
@@ -191,7 +194,7 @@ def test_a_damaged_record_that_another_prompt_shares_is_read_anew(opened: Open, 
     prompt = [*TOKENS[: 64 * chunk + 40], *MORE[:100]]
     events = list(kv.generate(prompt, max_tokens=20, sampling=GREEDY))
     (warning,) = [event.text for event in events if isinstance(event, Warn)]
-    assert f"the record of chunk {chunk} was changed; what was restored is read again" in warning
+    assert f"the record of chunk {chunk} was changed; the restored text is read again" in warning
     assert events[0] == Warn(warning), "before anything is read"
     done = events[-1]
     assert isinstance(done, Done)

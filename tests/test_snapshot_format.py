@@ -342,9 +342,9 @@ def test_an_identity_is_the_same_or_says_what_differs() -> None:
     assert mine.difference(identity_with()) is None
     assert (
         mine.difference(identity_with(fingerprint=1))
-        == "it is of another model, or of another scaling of RoPE (`rope.scaling`)"
+        == "it was made with another model, or another scaling of RoPE (`rope.scaling`)"
     )
-    assert mine.difference(identity_with(type_k=8)) == "its layers or cache types are others (`type_k`, `type_v`)"
+    assert mine.difference(identity_with(type_k=8)) == "its layers or cache types differ (`type_k`, `type_v`)"
 
 
 def test_the_reason_says_which_number_is_whose() -> None:

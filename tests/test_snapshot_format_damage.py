@@ -108,17 +108,17 @@ def test_another_version_says_so(small: Path, version: int) -> None:
 def test_forged_guests(fresh: Path, field: str) -> None:
     """Digests that fit, of a table that says more than there is."""
     fresh.write_bytes(with_forged_guests(fresh, field, 1_000_000))
-    with pytest.raises(SnapshotError, match=f"{fresh} is not a whole snapshot: its tables do not hold together"):
+    with pytest.raises(SnapshotError, match=f"{fresh} is not a whole snapshot: its tables contradict each other"):
         SnapshotFile(fresh)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        ("n_known", 65, "of its 70 positions 64 have codes, and 65 had some when the last segment began"),
-        ("n_known", 2**32 - 1, "of its 70 positions 64 have codes, and 4,294,967,295 had some"),  # -1, as it is stored
-        ("n_tokens", 80, "of its 70 positions 80 have codes, and 16 had some"),
-        ("n_tokens", 15, "of its 70 positions 15 have codes, and 16 had some"),
+        ("n_known", 65, "64 of its 70 positions have codes, and 65 had them when the last segment began"),
+        ("n_known", 2**32 - 1, "64 of its 70 positions have codes, and 4,294,967,295 had them"),  # -1, as it is stored
+        ("n_tokens", 80, "80 of its 70 positions have codes, and 16 had them"),
+        ("n_tokens", 15, "15 of its 70 positions have codes, and 16 had them"),
     ],
 )
 def test_forged_numbers_of_codes(fresh: Path, field: str, value: int, why: str) -> None:

@@ -163,7 +163,7 @@ def test_limit_refuses_before_anything_is_taken(memory: "Memory", step: str, res
             more[step]()
         assert re.fullmatch(
             r"6 chunk records take 0\.38 KiB of host memory, and 0\.3\d KiB are allowed: raise `host_limit"
-            r"`, have the rest in a file \(`disk`\), use a shorter context or a smaller cache type \(`type_k`, `type_v`\)",
+            r"`, keep the rest in a file \(`disk`\), use a shorter context or a smaller cache type \(`type_k`, `type_v`\)",
             str(err.value),
         )
     assert len(memory.sizes) == n_calls, "no memory was asked for"

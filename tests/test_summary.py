@@ -217,7 +217,7 @@ def test_summaries_forget_and_go_on() -> None:
     summaries.truncate(3)
     assert len(summaries) == 3
     assert summaries.score(0, queries(layers[0])).shape == (4, 3)
-    with pytest.raises(UsageError, match="chunk 4 is summarised, where 3 is next"):
+    with pytest.raises(UsageError, match="chunk 4 cannot be summarised: 3 is next"):
         summaries.put(4, records[4])
     for chunk in (3, 4):
         summaries.put(chunk, records[chunk + 3])

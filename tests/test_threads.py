@@ -166,7 +166,7 @@ def test_a_call_from_within_a_call(opened: Open, monkeypatch: pytest.MonkeyPatch
 
     def calls(*args: Any) -> None:
         for call in (kv.clear, kv.stats, lambda: kv.rollback(0), lambda: kv.decode(TOKENS[:2])):
-            with pytest.raises(InUseError, match=r"^the engine is in use by a call of this thread"):
+            with pytest.raises(InUseError, match=r"^the engine is in use by another call of this thread"):
                 call()
             said.append(True)
         decode(*args)

@@ -1,1 +1,1 @@
-"""A model and its sequences: loading, generation, speculation."""
+"""The engine: a model and its sequences, the steps of generation, lossless decoding and the meter."""

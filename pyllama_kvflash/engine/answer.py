@@ -8,11 +8,11 @@ from pyllama_kvflash.native import Model, Tokens
 from pyllama_kvflash.text import TextStream
 
 MAX_ANSWER = 2**31 - 1  # tokens
-_TAIL = 8  # tokens that surely contain a whole character: its four bytes, with special tokens between them
+_TAIL = 8  # enough tokens for a whole character: four bytes, one token each, with special tokens in between
 
 
 def check_max_tokens(max_tokens: int, least: int = 0) -> None:
-    """Raise UsageError unless max_tokens is at least `least` and at most MAX_ANSWER, or -1."""
+    """Raise UsageError unless max_tokens is -1, or from `least` to MAX_ANSWER."""
     if max_tokens != -1 and not least <= max_tokens <= MAX_ANSWER:
         msg = f"{out_of_range(max_tokens, least, MAX_ANSWER, '`max_tokens`')}, or -1, which continues until the context is full"
         raise UsageError(msg)
@@ -28,7 +28,7 @@ class Answer:
     def __init__(
         self, model: Model, max_tokens: int, n_ctx: int, stop: Sequence[str], preserved: Collection[int] = ()
     ) -> None:
-        """max_tokens: the most tokens of the answer; -1: no limit, 0: the prompt is only read. n_ctx: positions of the context.
+        """max_tokens: the answer's longest length; -1: no limit, 0: the prompt is only read. n_ctx: positions of the context.
         preserved: special tokens that are shown as text.
 
         Raises UsageError.
@@ -45,7 +45,7 @@ class Answer:
         self._shown: list[Token] = []
 
     def take(self, token: int, pos: int, probs: Probs | None = None) -> bool:
-        """Append a token, which will be decoded at pos. Returns whether the answer continues. probs: its probability."""
+        """Append a token, which will be decoded at pos. Returns whether the answer continues. probs: None if not asked for."""
         self.token = None
         if self._model.is_eog(token):
             self.reason = "eos"
@@ -78,9 +78,9 @@ class Answer:
         return self._text.stop
 
     def go_on(self, tokens: Tokens, token: int) -> None:
-        """Continue an interrupted answer after `tokens` (n,) int32 and `token`.
+        """Continue an interrupted answer. tokens: (n,) int32, decoded so far. token: the one after them, not decoded yet.
 
-        If it was interrupted within a character, that is shown once it is complete.
+        If the interruption split a character, the character is shown once it is complete.
         """
         self.token = token
         before = [*tokens[-_TAIL:].tolist(), token]

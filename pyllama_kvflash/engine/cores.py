@@ -19,7 +19,7 @@ class Cores:
     """
 
     def __init__(self, options: Options) -> None:
-        """options: resolved."""
+        """options: from Options.resolved()."""
         self._n_threads = options.n_threads or 1
         self.on_cpu = options.on_cpu or not any(device.gpu for device in devices())
         watched = self._n_threads > 1 and self.on_cpu
@@ -31,7 +31,7 @@ class Cores:
         return self._look(self._steps) if self._steps and self._steps.due() else []
 
     def after_batch(self) -> list[Warn]:
-        """Return a warning if a prompt takes long and one is due. Looks after each batch, because batches take long."""
+        """Return a warning if one is due and the prompt takes long. Looks after every batch, because a batch takes long."""
         return self._look(self._batches, _LONG_S) if self._batches and not self._batches.over else []
 
     def _look(self, watch: CoreWatch, *least: float) -> list[Warn]:
@@ -42,8 +42,8 @@ class Cores:
             each.over = True
         return [
             Warn(
-                f"threads wait for a core {100 * share:.0f} % of the time, as beside another busy program: `n_threads` is"
-                f" {self._n_threads}, and a smaller one is faster then"
+                f"threads wait for a core {100 * share:.0f} % of the time, as they do beside another busy program:"
+                f" `n_threads` is {self._n_threads}, and fewer would be faster"
             )
         ]
 
@@ -53,7 +53,7 @@ def thread_times() -> tuple[float, float] | None:
     worked = waited = 0
     with suppress(OSError):
         for task in _TASKS.iterdir():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the thread has ended
                 on_core, in_queue, *_ = (task / "schedstat").read_bytes().split()
                 worked, waited = worked + int(on_core), waited + int(in_queue)
     return (worked / 1e9, waited / 1e9) if worked else None

@@ -1,4 +1,4 @@
-"""The decoder of one sequence: it decodes batches, feeds the drafter, and has the selector choose chunks in between."""
+"""The decoder of one sequence: it decodes batches, feeds the drafter, and has the selector choose chunks between batches."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.speculation import Drafts
 from pyllama_kvflash.pool.step import Part, advance, advance_exactly, keep, keep_exactly
 
-_ROUNDS = 3  # the most times that one token is decoded again
+_ROUNDS = 3  # how often one token is decoded again, at most
 _OPENING_DRAFT = 8  # tokens of a draft in the opening of an answer
 
 
@@ -30,8 +30,8 @@ class Decoder:
     def __init__(
         self, sequence: PooledSequence, checkpoints: Checkpoints, drafts: Drafts | None, n_batch: int, guard: Guard
     ) -> None:
-        """drafts: None without speculative decoding. n_batch: the most tokens of a batch. guard: the engine's, for callers; this
-        class does not use it.
+        """drafts: None without speculative decoding. n_batch: the largest batch, in tokens. guard: the engine's, kept for callers;
+        this class does not use it.
         """
         self.guard = guard
         self.sequence = sequence
@@ -42,14 +42,14 @@ class Decoder:
         self.cores = Cores(sequence.options)
         can, o = sequence.exact is not None, self._options
         self.lossless = Lossless(sequence, drafts) if can and o.lossless else None
-        # every draft would keep a recurrent state on the device, too much for these few tokens
+        # each drafted token would keep a recurrent state on the device, too much memory for so few tokens
         opens = can and o.n_opening and not sequence.recurrent
         self._opening = Lossless(sequence, drafts, _OPENING_DRAFT) if opens else None
         self.meter = Meter(sequence, o.meter_share / o.n_parallel) if can and o.meter_share else None
 
     @property
     def n_batch(self) -> int:
-        """The most tokens of a batch that fits the pool beside its sinks, tail and pinned chunks."""
+        """The largest batch, in tokens, that fits the pool beside its sinks, tail and pinned chunks."""
         sequence, n = self.sequence, self._n_batch
         if sequence.pager:
             n = min(n, sequence.pager.n_batch)
@@ -57,8 +57,8 @@ class Decoder:
 
     @property
     def _n_read(self) -> int:
-        """The most tokens of a prompt's batch. A full cache computes `n_ubatch` at a time anyway; on a CPU, such small batches show
-        progress early.
+        """The largest batch of a prompt, in tokens. A full cache computes `n_ubatch` tokens at a time anyway. On a CPU, batches of
+        that size show progress early.
         """
         soon = self.cores.on_cpu and not self.sequence.pager
         return min(self.n_batch, self._options.n_ubatch) if soon else self.n_batch
@@ -73,7 +73,9 @@ class Decoder:
         return self._opening is not None and not self.lossless
 
     def begin_answer(self, *, goes_on: bool) -> None:
-        """Begin an answer after the text in the context. goes_on: it continues one that was interrupted; the opening stays."""
+        """Begin an answer after the text in the context. goes_on: it continues an interrupted one, whose opening ends where it
+        would have ended.
+        """
         if not goes_on:
             self.sequence.opens_until = self.sequence.n_tokens + self._options.n_opening
         for lossless in (self.lossless, self._opening):
@@ -86,7 +88,7 @@ class Decoder:
 
     @property
     def lossless_now(self) -> Lossless | None:
-        """The lossless decoder of the next token; None: it is decoded through the pool."""
+        """The lossless decoder for the next token; None if the token is decoded through the pool."""
         if not self.lossless and not self._opening:
             return None
         opening = self._opening if self.sequence.n_tokens < self.sequence.opens_until else None
@@ -95,7 +97,7 @@ class Decoder:
 
     @property
     def n_lossless(self) -> int:
-        """The most tokens, from here on, that are decoded losslessly."""
+        """How many tokens from here on may be decoded losslessly."""
         left = self._options.n_ctx - self.sequence.n_tokens
         return left if self.lossless else min(left, self.sequence.opens_until - self.sequence.n_tokens)
 
@@ -114,7 +116,7 @@ class Decoder:
         """Raise UsageError unless a token of the sequence can be decoded in one batch with those of others."""
         self.check_fits(1, self.sequence.n_tokens)
         if self.lossless and self.lossless_now:
-            msg = "a token of each of several sequences is decoded through the pool: with `mode` lossless decode one"
+            msg = "tokens of several sequences are decoded in one batch only through the pool: with `mode` lossless decode one"
             raise UsageError(f"{msg} sequence at a time")
 
     def clear(self) -> None:
@@ -130,7 +132,7 @@ class Decoder:
             self.drafts.truncate(n_tokens)
 
     def rollback(self, n_tokens: int) -> None:
-        """Roll the sequence, checkpoints and drafter back to n_tokens positions. Raises as KVSequence.rollback()."""
+        """Roll the sequence, checkpoints and drafter back to n_tokens positions. Raises the errors of KVSequence.rollback()."""
         try:
             self.sequence.rollback(n_tokens)
         except UnsupportedError as err:
@@ -138,7 +140,7 @@ class Decoder:
             if not last:
                 raise
             if last != n_tokens:
-                msg = f"{err}; or go back to {last:,}, where the last checkpoint before it is, and read on from there"
+                msg = f"{err}; or go back to the last checkpoint before it, {last:,}, and read on from there"
                 raise UnsupportedError(msg) from None
             self.checkpoints.go_back(n_tokens)
         self._truncate(n_tokens)
@@ -150,7 +152,7 @@ class Decoder:
     def decode(self, tokens: Tokens, outputs: int = native.LAST) -> list[Event]:
         """Decode one batch (n,) int32, then score and move chunks if the schedule says so. Returns the events.
 
-        A single token is decoded again if chunks with much of its attention were out. Raises as advance().
+        A single token is decoded again if chunks with much of its attention were out. Raises the errors of advance().
         """
         step = Step(self, Part(self.sequence, tokens))
         if self.lossless and self._is_too_long(len(tokens)):
@@ -163,20 +165,22 @@ class Decoder:
         return _decode([Step(self, Part(self.sequence, tokens))], outputs)[0]
 
     def listen(self, n: int, *, exactly: bool = False) -> None:
-        """Before n tokens are decoded, switch the drafter's features on or off. exactly: they are decoded against everything."""
+        """Before n tokens are decoded, switch the output of layer features on or off, as the drafter needs. exactly: the tokens are
+        decoded against all positions before them.
+        """
         if self.drafts:
             sequence = self.sequence
             self.drafts.before(sequence.reads_exactly.ctx if exactly else sequence.ctx, sequence.n_tokens, n)
 
     def heard(self, tokens: Tokens, start: int, *, exactly: bool = False) -> None:
-        """Let the drafter read the kept ones of tokens (n,) int32 that were decoded at position start."""
+        """Let the drafter read decoded tokens (n,) int32, except rejected ones. start: the position of the first."""
         if self.drafts:
             sequence = self.sequence
             kept = tokens[: sequence.n_tokens - start]
             self.drafts.decoded(sequence.reads_exactly.ctx if exactly else sequence.ctx, kept, start)
 
     def _exact_batch(self, step: "Step", outputs: int, *, more: bool = False) -> Paged | None:
-        """Decode one batch against everything before it, and let a drafter read the kept tokens. Returns the moves.
+        """Decode one batch against all positions before it, and let a drafter read the kept tokens. Returns the moves.
 
         more: see advance_exactly().
         """
@@ -199,7 +203,7 @@ class Decoder:
 
     @property
     def n_exact(self) -> int:
-        """Positions, from the first, that stay if decoding becomes lossless. Later ones must be read again."""
+        """How many positions, from the first on, stay if decoding becomes lossless. Later ones must be read again."""
         return 0 if self.sequence.stateful else self.sequence.n_exact
 
     def be_lossless(self) -> None:
@@ -207,16 +211,16 @@ class Decoder:
         self.lossless = Lossless(self.sequence, self.drafts)
 
     def decode_exactly(self, step: "Step", outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch against everything before it. Then page in the chunks that the last token attends to, unless a trial
+        """Decode one batch against all positions before it. Then page in the chunks that the last token attends to, unless a trial
         continues in the pool.
 
-        Returns the events. Raises as advance_exactly().
+        Returns the events. Raises the errors of advance_exactly().
         """
         sequence, selector = self.sequence, self.sequence.selector
         behind, n_sealed = sequence.passing, sequence.paged.ledger.n_sealed
         moved = [self._exact_batch(step, outputs)]
         if not step.goes_on and (behind or sequence.paged.ledger.n_sealed > n_sealed):
-            moved.append(sequence.settle_in())  # a chunk that became full is part of the tail
+            moved.append(sequence.settle_in())  # a chunk that has just become full belongs to the tail
         events: list[Event] = [paged for paged in moved if paged]
         if selector:
             queries, mass = [selector.queries()], sequence.attended(1)
@@ -255,9 +259,8 @@ class Decoder:
     #
 
     def prefill(self, tokens: Tokens, marks: Sequence[int] = ()) -> Iterator[Event]:
-        """Decode tokens (n,) int32 in batches after the text in the context; the last one gets logits. marks: see Checkpoints.
-
-        See KVSequence.prefill.
+        """Decode tokens (n,) int32 in batches after the text in the context; the last token gets logits. marks: see
+        Checkpoints.stops. See KVSequence.prefill.
         """
         sequence, n = self.sequence, len(tokens)
         self.check_fits(n, sequence.n_tokens)
@@ -295,7 +298,7 @@ class Decoder:
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
     def _read_exactly(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
-        """Decode tokens against everything before them, then page in the chunks that the last ones attend to."""
+        """Decode tokens against all positions before them, then page in the chunks that the last ones attend to."""
         sequence, n, done = self.sequence, len(tokens), 0
         reader, start = sequence.reads_exactly, sequence.n_tokens
         begin = time.perf_counter()
@@ -305,7 +308,7 @@ class Decoder:
                 self.checkpoints.make()
             size = min(reader.n_batch, next(at for at in (*due, n) if at > done) - done)
             step, last = Step(self, Part(sequence, tokens[done : done + size])), done + size == n
-            # if this batch were cut off, a state could not be rolled back to the one before
+            # a state cannot be rolled back to the batch before, if this one is cut off
             more = not last and not sequence.stateful
             if paged := self._exact_batch(step, native.LAST if last else native.NONE, more=more):
                 yield paged
@@ -323,19 +326,19 @@ class Decoder:
             yield paged
         if selector:
             wanted = self._options.n_asking(selector.scorer.query)
-            n_asking = min(wanted, n_last, sequence.ctx.q_tap)  # fewer if another scorer took over
+            n_asking = min(wanted, n_last, sequence.ctx.q_tap)  # fewer if the scorer was replaced
             queries = [selector.queries(back) for back in reversed(range(n_asking))]
             mass = sequence.attended(n_asking)
             yield from sequence.reselect_now("question", queries, mass=mass)
         sequence.lay_out()
 
     def _is_too_long(self, n: int) -> bool:
-        """Return whether the sequence with n more tokens exceeds its share of the pool, or has a chunk out already."""
+        """Return whether the sequence with n more tokens exceeds its share of the pool, or already has a chunk out."""
         ledger = self.sequence.paged.ledger
         return ledger.n_resident < ledger.n_chunks or ledger.n_tokens + n > ledger.n_share * ledger.chunk
 
     def _n_replayed(self, n: int) -> int:
-        """Return how many of a prompt's last tokens are decoded twice; 0 if every chunk is resident and stays so. n: its tokens."""
+        """Return how many of a prompt's n tokens, counted from its end, are decoded twice; 0 if all chunks are and stay resident."""
         o = self._options
         # a sliding window can be rolled back only over the tokens of one graph
         return min(o.replay, n, self.n_batch, o.n_ubatch, o.tail * o.chunk) if self._scorer_decides(n) else 0
@@ -366,7 +369,7 @@ class Decoder:
             moved |= isinstance(event, Reselect) and bool(event.page_ins)
             yield event
         if moved and self._options.replay:
-            self.checkpoints.truncate(start)  # later ones belong to the first decode
+            self.checkpoints.truncate(start)  # checkpoints after it belong to the first decode
             for paged in (sequence.rewind(start, state), self._batch(tokens)):
                 if paged:
                     yield paged
@@ -377,18 +380,17 @@ class Decoder:
 
 
 def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> list[tuple[Tokens, int]]:
-    """Cut tokens (n,) int32 into as few batches as possible. Returns each with the number of its last tokens that ask, that is,
-    whose queries are needed.
+    """Cut tokens (n,) int32 into as few batches as possible, so that the tap keeps the queries of the last n_asking tokens.
 
-    n_asking: tokens that ask, over all batches. n_tap: the tap keeps the queries of the last n_tap tokens of a graph. n_ubatch:
-    tokens of a graph.
+    Returns each batch, with the number of its last tokens whose queries are needed. n_tap: the tap keeps the queries of the last
+    n_tap tokens of a graph. n_ubatch: tokens of a graph.
     """
     n, n_most = len(tokens), min(n_tap, n_ubatch)
     n_first = (n_asking - 1) % n_most + 1
-    end = n - n_asking + n_first  # end of the first part that asks
+    end = n - n_asking + n_first  # end of the first batch whose queries are needed
     cuts = list(range(end, n, n_most))
     wanted = [n_first, *[n_most] * len(cuts)]
-    if (end - 1) % n_ubatch + 1 < n_first:  # its last graph would have fewer tokens
+    if (end - 1) % n_ubatch + 1 < n_first:  # the batch's last graph would have fewer tokens
         cuts.insert(0, end - n_first)
         wanted.insert(0, 0)
     return list(zip(np.split(tokens, cuts), wanted, strict=True))
@@ -397,8 +399,8 @@ def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> li
 class Step:
     """Tokens of one sequence that are decoded in one batch, perhaps with those of other sequences.
 
-    start: the position of the first token. beside: runs on the pool while they are decoded exactly. goes_on: whether that continues
-    after the batch; the pool then gets these tokens later.
+    start: the position of the first token. beside: work of the pool while the tokens are decoded exactly. goes_on: whether that
+    work continues after the batch; the pool then gets the tokens later.
     """
 
     def __init__(self, decoder: Decoder, part: Part) -> None:
@@ -415,7 +417,8 @@ class Step:
 def decode_each(steps: Sequence[Step], outputs: int = native.ALL) -> list[list[Event]]:
     """Decode tokens of several sequences in one batch, then score and move chunks as each schedule says.
 
-    Returns the events of each, in the same order. Decodes no token again. outputs: as for advance(). Raises as advance().
+    Returns the events of each, in the same order. Decodes no token again. outputs: as for advance(). Raises the errors of
+    advance().
     """
     moved = _decode(steps, outputs)
     res: list[list[Event]] = []

@@ -20,8 +20,8 @@ from pyllama_kvflash.pool.step import Part
 class KVFlash(KVSequence):
     """A model and its pool, with n_parallel sequences that share it. The engine itself is the first sequence.
 
-    Load one with from_file(). It is a context manager. Without a pool (`pool="off"`, or one that covers the context) it is
-    llama.cpp's full cache: the control.
+    Load one with from_file(). It is a context manager. Without a pool (`pool="off"`, or one that covers the context) it runs on
+    llama.cpp's full cache, the control.
 
     notes: sentences about the pool and the placement of weights and KV. memory: each device's memory with a full context.
 
@@ -47,7 +47,7 @@ class KVFlash(KVSequence):
 
     @classmethod
     def open(cls, path: Path, options: Options, progress: Callable[[float], None] | None = None) -> Self:
-        """Load a GGUF file, with the options as one object. Raises as from_file()."""
+        """Load a GGUF file, with the options as one object. Raises the errors of from_file()."""
         return cls(load(path, options, cls.open, progress))
 
     def __init__(self, loaded: Loaded) -> None:
@@ -77,9 +77,9 @@ class KVFlash(KVSequence):
 
     @guarded
     def decode_each(self, tokens: Mapping[int, int]) -> dict[int, list[Event]]:
-        """Decode one token of each of several sequences in one batch: {number in `sequences`: token}.
+        """Decode one token of each of several sequences in one batch. tokens: {index in `sequences`: token}.
 
-        Returns the events of each sequence. Raises as decode() does. Get a sequence's logits with its own logits().
+        Returns the events of each sequence. Raises the errors of decode(). Get a sequence's logits with its own logits().
         """
         sequences = self.sequences
         for i in tokens:

@@ -1,4 +1,4 @@
-"""A prompt and its answer on one sequence: the one loop that generates."""
+"""One prompt and its answer on one sequence. All text is generated here."""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -19,15 +19,16 @@ from pyllama_kvflash.events import DraftStats, Event, Prefill, Token, Warn, sum_
 from pyllama_kvflash.native import Sampler, Sampling, Tokens
 from pyllama_kvflash.pool.exact import Beside
 
-_AHEAD = 4096  # tokens of an answer whose host memory is taken in advance
+_AHEAD = 4096  # tokens of an answer for which host memory is taken in advance
 
 
 class Generation:
-    """Reads a prompt batch by batch, then answers step by step. Several can take turns, each on its own sequence.
+    """Reads a prompt batch by batch, then answers step by step. Several generations can take turns, each on its own sequence.
 
-    An error leaves it unchanged, and the call can be repeated. It holds the sequence until another call begins or changes
-    something there: after that, each call raises InUseError, and changes nothing. n_prompt: tokens of the prompt read so far.
-    prefill_s: the seconds of that.
+    An error leaves the generation unchanged, and the call can be repeated. The generation holds its sequence until another call
+    takes or changes that sequence. From then on its methods raise InUseError, and change nothing.
+
+    n_prompt: tokens of the prompt read so far. prefill_s: seconds spent on them.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Generation:
         if whole:  # last: if an earlier line refuses the prompt, the text stays
             n_kept, self._damage = keep_common(decoder, prompt)
             prompt = prompt[n_kept:]
-        self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text before the answer's token
+        self._text = np.concatenate([sequence.tokens, prompt]).astype(np.int32)  # the text to read before the answer
         self._marks = marks or (self._last_graph,)
         self._reader: Iterator[Event] | None = None
         self._guesses: Tokens | None = None  # drafted after the last token; None: not drafted yet
@@ -69,7 +70,7 @@ class Generation:
         with suppress(HostMemoryError):  # the answer may be shorter; reading reserves the prompt's part
             if sequence.pager:
                 sequence.pager.expect(min(len(prompt) + n_answer, sequence.options.n_ctx - sequence.n_tokens))
-        self._due = len(prompt) > 0 or sequence.pending is None  # sample a token from the last one's logits
+        self._due = len(prompt) > 0 or sequence.pending is None  # a token must be sampled from the last one's logits
         self._goes_on = not self._due
         last = sequence.pending if self._goes_on else None
         sampler.read(self._text if last is None else np.append(self._text, last))
@@ -89,7 +90,7 @@ class Generation:
 
     @property
     def _last_graph(self) -> int:
-        """The start of the prompt's last graph: a checkpoint there cuts no graph."""
+        """The position where the prompt's last graph begins. A checkpoint there splits no graph."""
         start, n_ubatch = self.decoder.sequence.n_tokens, self.decoder.sequence.options.n_ubatch
         return start + max(0, len(self._text) - start - 1) // n_ubatch * n_ubatch
 
@@ -119,7 +120,7 @@ class Generation:
         return sum_stats(parts) if parts and self._began is not None else None
 
     def rest(self) -> Iterator[Event]:
-        """Read and answer to the end. A damaged snapshot's text is read again. Ctrl-C ends the answer."""
+        """Read and answer to the end, and yield the events. The text of a damaged snapshot is read again. Ctrl-C ends the answer."""
         if self._damage:
             yield _read_again(self._damage)
         try:
@@ -150,7 +151,9 @@ class Generation:
     #
 
     def read(self) -> Iterator[Event]:
-        """Read one batch; after the last one, take the answer's first token. Raises as Decoder.prefill(), and InUseError."""
+        """Read one batch of the prompt. After the last one, sample the answer's first token. Raises InUseError, and the errors of
+        Decoder.prefill().
+        """
         event: Event | None = None
         while self.reading and not isinstance(event, Prefill):
             event = self._claim.run(self._next)
@@ -161,7 +164,7 @@ class Generation:
             yield from self._claim.run(self._read_all)
 
     def _next(self) -> Event | None:
-        """Return the next event of reading; None at the end of the text."""
+        """Return the reader's next event; None at the end of the text."""
         event = next(self._reader or iter(()), None)
         if event is None and self.decoder.sequence.n_tokens < len(self._text):  # an error ended the reader
             self.read_on()
@@ -184,7 +187,7 @@ class Generation:
 
     def recover(self, n_kept: int = 0) -> None:
         """Roll a damaged sequence back to n_kept positions, and prepare to read its text again. The answer then continues where it
-        was. Raises InUseError.
+        stopped. Raises InUseError.
         """
         self._claim.run(self._recover, n_kept)
 
@@ -221,9 +224,11 @@ class Generation:
     #
 
     def step(self, following: "Generation | None" = None) -> list[Event]:
-        """Decode the last token, perhaps with drafted ones, and sample the next. Raises as Decoder.decode(), and InUseError.
+        """Decode the last token, perhaps with drafted ones, and sample the next. Raises InUseError, and the errors of
+        Decoder.decode().
 
-        following: the answer that takes the next step; it may draft while this one's draft is verified. None, or this one: no other.
+        following: the generation that takes the next step. It may draft while this one's draft is verified. None, or this
+        generation itself: no other takes turns.
         """
         return self._claim.run(self._step, following)
 
@@ -239,7 +244,7 @@ class Generation:
             ]
         self.prepare()
         [events] = steps.take([self.next_step(self.decoder.sequence.options.n_ubatch)])
-        found = self.compare()  # before shown(), because it may be cut off
+        found = self.compare()  # before shown(): if it is cut off, no tokens are lost
         return [*events, *self.answer.shown(), *found, *self.decoder.after_step()]
 
     def ahead(self) -> Beside | None:
@@ -250,13 +255,13 @@ class Generation:
         return LosslessStep(self._writer, lossless).ahead()
 
     def prepare(self) -> None:
-        """Before a step, undo one that was cut off, and begin a comparison with the full cache if one is due."""
+        """Prepare a step: undo an interrupted one, and begin a comparison with the full cache if one is due."""
         self._writer.go_back()
         if meter := self.decoder.metered:
             meter.begin()
 
     def next_step(self, room: int) -> PlainStep:
-        """Return the next step: drafted if there are guesses, else plain. room: the most tokens of its batch."""
+        """Return the next step: drafted if there are guesses, else plain. room: the largest batch, in tokens."""
         if self.decoder.drafts:
             self._draft()
         guesses, self._guesses = self._guesses, None
@@ -274,7 +279,7 @@ class Generation:
     #
 
     def draft(self) -> bool:
-        """Draft tokens after the last one, unless that is done. Returns whether the step needs its own batch."""
+        """Draft tokens after the last one, unless they are drafted already. Returns whether the step needs its own batch."""
         return self._claim.run(self._draft)
 
     def _draft(self) -> bool:
@@ -294,14 +299,16 @@ class Generation:
         return alone and (bool(len(self._guesses)) or drafts.reads_features)
 
     def _limits(self) -> tuple[int, int]:
-        """Return the width of a batch that verifies a draft, and the most of its tokens that may be accepted; (1, 1): no draft.
+        """Return the width of the batch that verifies a draft, and how many of its tokens may be accepted; (1, 1): no draft.
 
         Within these limits, each token attends to the same chunks as if it were decoded alone.
         """
         sequence, drafts = self.decoder.sequence, self.decoder.drafts
         options = sequence.options
         width = drafts.length.n + 1 if drafts else 1
-        n_batch = min(self.decoder.n_batch, options.n_ubatch)  # one graph, or the queries of the last token may be lost
+        n_batch = min(
+            self.decoder.n_batch, options.n_ubatch
+        )  # one graph: with more, the last token's queries may be lost
         if width == 1 or sequence.n_tokens + width > options.n_ctx or width > n_batch:
             return 1, 1
         n_most, selector, pager = self.answer.left(sequence.n_tokens) + 1, sequence.selector, sequence.pager
@@ -315,8 +322,8 @@ class Generation:
     #
 
     def compare(self) -> list[Event]:
-        """After a token was chosen, compare the last tokens with the full cache, once there are enough. Switches to lossless
-        decoding if they agree too seldom. Returns the events.
+        """Compare the last tokens with the full cache, once enough of them are sampled. If they agree too seldom, switch to lossless
+        decoding. Returns the events.
         """
         meter, options = self.decoder.metered, self.decoder.sequence.options
         found = meter.check() if meter else None
@@ -330,7 +337,7 @@ class Generation:
         return [
             found,
             Warn(
-                f"{100 * agreement:.0f} % of the last tokens compared are the full cache's, less than the"
+                f"only {100 * agreement:.0f} % of the last compared tokens agree with the full cache, less than the"
                 f" {number(100 * options.min_agreement)} % of `min_agreement`: the answer is read"
                 " again, and decoding is lossless from here on"
             ),
@@ -338,15 +345,15 @@ class Generation:
 
 
 def _read_again(err: SnapshotError) -> Warn:
-    return Warn(f"{err}; what was restored is read again")
+    return Warn(f"{err}; the restored text is read again")
 
 
 def step_together(generations: Sequence[Generation]) -> list[list[Event]]:
-    """Decode the last tokens of several answers in one batch, perhaps with drafted ones, and sample each one's next token.
+    """Decode the last tokens of several answers in one batch, perhaps with drafted ones, and sample the next token of each.
     Returns the events of each, without text.
 
-    Raises as decode_each(), and InUseError, before anything is decoded, if one of them has lost its sequence. An answer that
-    got no new token gets it in a step of its own.
+    Raises InUseError before anything is decoded if a generation has lost its sequence. Also raises the errors of decode_each().
+    After an error, an answer without a new token gets it in its next step.
     """
     if not generations:
         return []

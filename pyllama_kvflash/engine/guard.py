@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 _USE, _FREE = "use", "free"
 _LOOK_SECONDS = 0.002  # polling interval of close() while a call is under way
-_EXIT_SECONDS = 30.0  # when Python exits, the longest wait for a call, which may never return
+_EXIT_SECONDS = 30.0  # the longest wait for a call when Python exits; a call may never return
 
 
 class Guard:
@@ -29,8 +29,8 @@ class Guard:
     """
 
     def __init__(self, free: Callable[[], None], name: str) -> None:
-        """free: frees the engine; called again after Ctrl-C, it continues. It must not refer to the guard. name: the engine's, for
-        errors.
+        """free: frees the engine. If Ctrl-C interrupts it, the next call does the rest. It must not refer to the guard. name: the
+        engine's, for errors.
 
         When the guard is garbage-collected, the engine is freed, too. `free` keeps the engine's parts alive until then, because the
         garbage collector would free them in any order.
@@ -40,13 +40,13 @@ class Guard:
         self._free = free
         self._name = name
         self._pid = os.getpid()
-        self._notes: native.Notes = {}  # of _USE and _FREE
+        self._notes: native.Notes = {}  # by _USE and _FREE
         self._abandoned = finalize(self, _free_here, free, self._pid)
         self._abandoned.atexit = False  # _close_all() waits for calls
         _live[id(self)] = self
 
     def run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Make a call that uses the engine. Raises InUseError if another one is under way, and UsageError if it is closed."""
+        """Make a call that uses the engine. Raises InUseError if another call is under way, and UsageError if the engine is closed."""
 
         def use() -> R:
             self.check_open()  # once more: from here on no other thread can close it
@@ -115,7 +115,7 @@ def _free_here(free: Callable[[], None], pid: int) -> None:
 
 
 class Claim:
-    """A hold on a sequence across several calls. It lasts until some other call begins or changes something."""
+    """A hold on a sequence across several calls. It lasts until another call takes or changes the sequence."""
 
     def __init__(self, guard: Guard, sequence: PooledSequence) -> None:
         """Take the sequence from its holder."""
@@ -134,11 +134,11 @@ class Claim:
             raise InUseError(_OVERTAKEN)
 
     def run(self, call: Callable[..., R], *args: Any) -> R:
-        """Make a call that continues the sequence. Raises as check() and Guard.run()."""
+        """Make a call that continues the sequence. Raises the errors of check() and Guard.run()."""
         return self._guard.run(self._checked, call, args)
 
     def each(self, events: Iterator[R]) -> Iterator[R]:
-        """Iterate; other callers may use the engine between two events. Raises as run()."""
+        """Yield the events; other callers may use the engine between two of them. Raises the errors of run()."""
         while (event := self.run(next, events, None)) is not None:
             yield event
 
@@ -152,7 +152,7 @@ class Guarded(Protocol):
 
     @property
     def guard(self) -> Guard:
-        """Guard of the engine."""
+        """The engine's guard."""
 
 
 S = TypeVar("S", bound=Guarded)
@@ -170,11 +170,11 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
 _BY_ANOTHER = "the engine is in use by another thread: wait until that call has returned"
 _BY_ITSELF = (
-    "the engine is in use by a call of this thread, from within which another was made: make it after that one, not in a"
-    " callback or a signal handler"
+    "the engine is in use by another call of this thread: wait until that call has returned, and make none in a callback or a"
+    " signal handler"
 )
 _OVERTAKEN = (
-    "another call has begun or changed this sequence in the meantime, so this one cannot continue: finish one before the next, or"
+    "another call has taken or changed this sequence in the meantime, so this one cannot continue: finish one before the next, or"
     " use a sequence for each (`n_parallel`)"
 )
 

@@ -1,7 +1,7 @@
-"""Lossless decoding: tokens are drafted through the pool, and verified against everything in one exact batch.
+"""Lossless decoding: tokens are drafted through the pool, then verified in one exact batch, against all positions.
 
 The pool drafts with the model's own weights, so most tokens are accepted (TriForce, Sun et al. 2024, arXiv:2404.11912, drafts
-from a partial cache in this way). The accepted tokens come from the exact batch alone: the text is the full cache's.
+from a partial cache in this way). The accepted tokens come from the exact batch alone, so the text is the full cache's.
 
 A check that streams layers mostly waits for the bus, so drafting continues meanwhile (as in SparseSpec, arXiv:2512.01278). If the
 check accepts everything, the tokens drafted meanwhile are the next draft, and the pool keeps their rows.
@@ -22,19 +22,19 @@ from pyllama_kvflash.pool.exact import Beside
 from pyllama_kvflash.pool.sequence import PooledSequence
 from pyllama_kvflash.pool.speculation import Drafts
 
-_PADDED = 16  # checks are padded to a multiple of so many tokens
+_PADDED = 16  # checks are padded to a multiple of this many tokens
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 class Lossless:
-    """Drafts for one sequence through its pool, and chooses the length of drafts. Report every check.
+    """Drafts tokens of one sequence through its pool, and chooses how many. Every check must be reported: see checked().
 
     stats: counts of the answer's drafts.
     """
 
     def __init__(self, sequence: PooledSequence, drafts: Drafts | None, n_fixed: int = 0) -> None:
-        """drafts: proposes tokens that the pool verifies first; None: the pool drafts token by token. n_fixed: draft always this
-        many tokens, regardless of timing: the same seed then gives the same text, even at near ties. 0: the fastest number.
+        """drafts: proposes tokens that the pool verifies first; None: the pool drafts token by token. n_fixed: the number of tokens of
+        every draft, so that the same seed gives the same text, even at near ties; 0: the number that is fastest.
         """
         self.stats = DraftStats()
         self._sequence = sequence
@@ -47,13 +47,13 @@ class Lossless:
         self._fixed = n_fixed > 0
         self._draft_s = 0.0
         self._checked_tops: list[float] = []
-        self._events: list[Event] = []  # of drafts that were made ahead
+        self._events: list[Event] = []  # of tokens drafted ahead
         self._forget()
 
     @property
     def _goes_on(self) -> bool:
-        """Whether drafting continues during a check. Not with a state, which can be rolled back only to the start of the last check,
-        nor with a scorer, which chooses after each check.
+        """Whether drafting continues during a check. It does not with a state, which can be rolled back only to the start of the last
+        check, nor with a scorer, which chooses chunks after each check.
         """
         sequence = self._sequence
         return not (self._fixed or sequence.stateful or sequence.selector) and sequence.reads_exactly.streams
@@ -62,7 +62,9 @@ class Lossless:
         self._at = (-1, -1)  # positions before the pending token, and that token; the draft follows it
         self._drafted: list[int] = []
         self._tops: list[float] = []  # for each drafted token, the probability of the pool's most likely one
-        self._n_rows = 0  # rows in the pool from the pending token on; below 0: rows of accepted tokens that it lacks
+        self._n_rows = (
+            0  # rows that the pool has from the pending token on; negative: rows of accepted tokens that it lacks
+        )
         self._until = 0  # the position up to which the pool has room for the trial
         self._sampler: Sampler | None = None  # the sampler that drew the drafted tokens
         self._n_checked = 0  # drafted tokens in the check under way
@@ -74,7 +76,7 @@ class Lossless:
 
     @property
     def _room(self) -> int:
-        """The most tokens of a check."""
+        """The longest check, in tokens."""
         sequence = self._sequence
         return min(sequence.options.n_ctx - sequence.n_tokens, sequence.reads_exactly.n_batch)
 
@@ -83,10 +85,10 @@ class Lossless:
     #
 
     def draft(self, token: int, left: int, sampler: Sampler) -> tuple[Tokens, list[Event]]:
-        """Draft after `token`, the pending one, by decoding through the pool, in a trial. left: the most tokens that may follow it.
+        """Draft tokens after `token`, the pending one: decode them through the pool, in a trial. left: how many may follow it.
 
-        sampler: a copy of it chooses the tokens. Returns the draft, (n,) int32, which may begin with tokens drafted during the last
-        check; and the moves. Raises PoolError, HostMemoryError, Interrupted and NativeError.
+        sampler: a fork of it draws the tokens. Returns the draft, (n,) int32, and the moves. The draft may begin with tokens that
+        were drafted during the last check. Raises PoolError, HostMemoryError, Interrupted and NativeError.
         """
         sequence, begin, length = self._sequence, time.perf_counter(), self._length.next
         n = max(0, min(length.n, left, self._room - 1))
@@ -96,7 +98,7 @@ class Lossless:
         n = min(n, max(0, self._until - sequence.n_tokens))
         self._extend(lambda: self._enough(n, length.least), guesses, time.perf_counter() - begin)
         self._n_checked = min(len(self._drafted), self._n_most)
-        n_new = self._n_checked - ahead  # those drafted during the last check cost nothing: see Lookahead
+        n_new = self._n_checked - ahead  # tokens drafted during the last check cost nothing: see Lookahead
         self._draft_s = (time.perf_counter() - begin) * self._n_checked / n_new if n_new > 0 else 0.0
         self._checked_tops = self._tops[: self._n_checked]
         sequence.whole = sequence.trying
@@ -106,7 +108,7 @@ class Lossless:
     def ahead(self, token: int, n: int, sampler: Sampler) -> Beside | None:
         """Return a function that drafts up to n tokens while another sequence is checked, or None. draft() then continues from these.
 
-        It does not fill the whole time of the check, because a GPU computes the draft instead of the check.
+        The function does not draft for as long as the check takes, because the GPU's time for the draft is lost to the check.
         """
         length = self._length.next
         if not self._goes_on or min(n, length.n) < 1:
@@ -125,8 +127,8 @@ class Lossless:
         return draft
 
     def _begin_draft(self, token: int, n: int, sampler: Sampler, *, beside: bool = False) -> None:
-        """Begin a draft of n tokens after `token`, or continue the current one. `whole` is False until it ends. beside: another
-        sequence is being checked.
+        """Begin a draft of n tokens after `token`, or continue the current one. `sequence.whole` is False until the draft ends.
+        beside: another sequence is being checked.
         """
         sequence = self._sequence
         goes_on = sequence.trying and sequence.whole and self._at == (sequence.n_tokens, token)
@@ -149,7 +151,7 @@ class Lossless:
         return [Paged(sequence.n_tokens, plan.drops, plan.page_ins)] if plan else []
 
     def _enough(self, n: int, least: float) -> bool:
-        """Whether the draft has n tokens, or will probably not be accepted as a whole. See Length."""
+        """Return whether the draft ends: it has n tokens, or the probability that all are accepted is `least` or below."""
         return len(self._drafted) >= n or self._length.all_right(self._tops) <= least
 
     def _guess(self, token: int, at_most: int) -> Tokens:
@@ -210,8 +212,8 @@ class Lossless:
         return min(-(-n // _PADDED) * _PADDED, n + to_chunk, self._room)
 
     def beside(self, left: int, other: Beside | None = None) -> Beside | None:
-        """Return the work to do while the draft is verified: `other`, another sequence's, if given, else to draft on. None: nothing.
-        left: the most tokens that may follow the pending one.
+        """Return the work to do while the draft is verified; None: nothing. other: another sequence's work, which comes first;
+        without it, this sequence drafts on. left: how many tokens may follow the pending one.
         """
         sequence = self._sequence
         if not self._goes_on or not sequence.trying:
@@ -231,7 +233,7 @@ class Lossless:
     def accepted(self, n: int, following: int | None) -> bool:
         """Record that n tokens are accepted, the pending one included. following: the token after them; None: the text ends.
 
-        Returns whether the trial continues: no drafted token was rejected.
+        Returns whether the trial continues. It does not if a drafted token was rejected, the text ends, or its room is used up.
         """
         at, ahead = self._sequence.n_tokens + n, self._drafted[self._n_checked :]
         right = n == self._n_checked + 1 and ahead[:1] in ([], [following])

@@ -1,7 +1,7 @@
 """The meter: how often the pool predicts the same token as the full cache.
 
-From time to time, a few consecutive tokens are computed again, against everything. That pass changes nothing, so the text is the
-same with and without the meter. It uses the rows of earlier answer tokens as the pool computed them.
+From time to time, a few consecutive tokens are computed again, against all positions. This pass changes nothing, so the text is
+the same with and without the meter. It reads the rows of earlier answer tokens as the pool computed them.
 """
 
 import math
@@ -77,7 +77,7 @@ class Meter:
         state, self._state = self._state, b""
         agreed, kld = _compare(self._sequence.seen_exactly(self._start, len(rows), state), rows)
         if self._sequence.selector:
-            self._sequence.selector.rest()  # no token took that long
+            self._sequence.selector.rest()  # do not measure the check as decode time
         seconds = time.perf_counter() - begin
         self._since = time.perf_counter()
         self.checks.checked(seconds, agreed)

@@ -40,13 +40,12 @@ class KVSequence:
     seq: its number. model: its vocabulary and metadata. options: those of the engine. n_pool: cells of the pool, which all
     sequences share; None: the full cache. warnings: sentences for the user.
 
-    Several threads may use it, one after the other: a call during another thread's call raises InUseError. If another call begins
-    or changes something in the sequence, a generate() or prefill() under way raises InUseError at its next step, and changes
-    nothing.
+    Several threads may use it, one after the other: a call during another thread's call raises InUseError. If another call takes
+    or changes the sequence, a generate() or prefill() under way raises InUseError at its next step, and changes nothing.
     """
 
     def __init__(self, loaded: Loaded, guard: Guard, seq: int = 0) -> None:
-        """guard: of all sequences of the engine."""
+        """guard: shared by all sequences of the engine."""
         self.seq = seq
         self.sequence = loaded.sequences[seq]
         self.model = loaded.model
@@ -80,21 +79,21 @@ class KVSequence:
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. It replaces the sequence's text.
         Their common prefix stays and is not read again: a second question about the same text reads only the question.
         `Stats.n_prompt` counts the tokens read: at least one, since the last one gives logits. The whole prompt is read if only BOS
-        is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the prefix, see
-        rollback(); without a checkpoint, the whole prompt is read. Call clear() first to read everything anew.
+        is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the prefix (see
+        rollback()). Without a checkpoint, the whole prompt is read. Call clear() first to read everything anew.
 
         The prefix stays as it was computed. Batches then begin at other positions than in a fresh prompt, so logits may differ by
-        rounding. Tokens of an earlier answer in the prefix, as in a chat, were decoded through the pool. With `prefill` "pool", the
-        whole prefix was: it attended to chunks chosen for the earlier prompt. If decoding has become lossless (`min_agreement`), it
-        remains so while part of the text stays.
+        rounding. Tokens of an earlier answer in the prefix, as in a chat, were decoded through the pool. With `prefill` "pool", so
+        was the whole prefix: it attended to chunks chosen for the earlier prompt. If decoding has become lossless
+        (`min_agreement`), it remains so while part of the text stays.
 
         append: keep the context and the last token produced, and read the prompt after them. With an empty prompt, the answer
-        continues as if it had not been interrupted: if it ended within a character, that comes with the following text.
+        continues as if it had not been interrupted. A character that was cut in two comes with the following text.
         stop: strings that end the text and are not shown. The generator takes the sequence, and begins, when its first event is
         requested.
 
-        Raises UsageError (the prompt is empty, too long, not Unicode text or not in the vocabulary; max_tokens, stop,
-        sampling), and HostMemoryError if the prompt exceeds `host_limit`; the sequence is then unchanged. Also raises
+        Raises UsageError (the prompt is empty, too long, not Unicode text or not in the vocabulary; max_tokens, stop or
+        sampling is invalid), and HostMemoryError if the prompt exceeds `host_limit`; the sequence is then unchanged. Also raises
         InUseError, PoolError, HostMemoryError and NativeError.
         """
         yield from self._run(prompt, sampling, append=append, max_tokens=max_tokens, stop=stop)
@@ -120,11 +119,11 @@ class KVSequence:
     ) -> Iterator[Event]:
         """Answer a conversation, with the model's chat template. Yields the events of generate().
 
-        messages: as OpenAI's, `{"role": "user", "content": "..."}`; roles are system, user and assistant. If the last message
-        is the assistant's, the answer continues it. Give all messages each time: only new text is read, see generate().
+        messages: in OpenAI's form, `{"role": "user", "content": "..."}`; roles are system, user and assistant. If the last message
+        is the assistant's, the answer continues it. Give all messages each time: only new text is read (see generate()).
         The answer is not added to them. max_tokens, sampling, stop: as for generate(). template: Jinja source that replaces the
-        model's own. Without any template, messages become lines "role: text", the start of another line ends the answer, and a
-        Warn says so.
+        model's own. Without any template, messages become lines "role: text", the start of the next such line ends the answer, and
+        a Warn says so.
 
         Raises UsageError (an invalid message, or one that the template refuses), and the errors of generate().
         """
@@ -142,7 +141,7 @@ class KVSequence:
 
     def _begin(self, prompt: Prompt, *, append: bool = False, **options: Any) -> Generation:
         given = prompt if isinstance(prompt, str | bytes) else self.model.ids(prompt)
-        self.sequence.recover()  # makes a token pending that was being decoded again
+        self.sequence.recover()  # a token that was being decoded again becomes pending
         tokens = self._prompt_tokens(given, append=append)
         if len(given) == 0:
             tokens = tokens[:0]  # the pending token begins the answer
@@ -168,10 +167,10 @@ class KVSequence:
         )
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
-        """Decode tokens (n,) in batches after the text in the context; the last one gets logits.
+        """Decode tokens (n,) in batches after the text in the context; the last token gets logits.
 
         Chooses chunks anew for the last tokens, which are then decoded again (tail replay). Yields Paged, Reselect, Warn and
-        Prefill. Raises as generate().
+        Prefill. Raises the errors of generate().
         """
         ids = self.model.ids(tokens)
         yield from self.guard.run(self._claimed, len(ids)).each(self.decoder.prefill(ids))
@@ -183,7 +182,7 @@ class KVSequence:
 
     @guarded
     def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch (n,), at most n_batch tokens, after the text in the context; then repage as scheduled.
+        """Decode one batch (n,), at most n_batch tokens, after the text in the context. Then score and move chunks as scheduled.
 
         outputs: which tokens get logits (native.NONE, LAST, ALL). Returns the events: Paged, Reselect, Warn. Raises UsageError
         (the context is full, a token is not in the vocabulary), InUseError, PoolError, HostMemoryError, Interrupted and
@@ -201,12 +200,12 @@ class KVSequence:
 
     @guarded
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions, and page in the last chunks of these if they are out.
+        """Keep the first n_tokens positions. Pages in their last chunks if these are out.
 
         logits() is out of date until the next decode. A recurrent state, or an overwritten sliding window, can be rolled back only
-        to a checkpoint: UnsupportedError names the last one before n_tokens. Checkpoints are copies in host memory, up to
-        `checkpoint_limit`: at the starts of a conversation's messages, before the end of other prompts, and every 4,096 tokens.
-        keep_common() finds the best one.
+        to a checkpoint: UnsupportedError names the last one before n_tokens. A checkpoint is a copy in host memory, of which
+        `checkpoint_limit` bytes are kept. Checkpoints are made at the starts of a conversation's messages, before the end of other
+        prompts, and every 4,096 tokens. keep_common() finds the best one.
         """
         self.sequence.check_kept(n_tokens)
         self.decoder.claim()
@@ -215,7 +214,7 @@ class KVSequence:
     @guarded
     def keep_common(self, tokens: Sequence[int] | Tokens) -> int:
         """Keep only the common prefix with a prompt (n,), without the prompt's last token, as generate() does. Returns the number of
-        positions kept, up to a checkpoint if the model's memory can only be rolled back to one.
+        positions kept. They end at a checkpoint if the model's memory can be rolled back only to one.
         """
         ids = self.model.ids(tokens)
         self.decoder.claim()
@@ -231,7 +230,7 @@ class KVSequence:
 
     @guarded
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of its own last token.
+        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of this sequence's last token.
 
         They are not checked: damaged weights or an f16 overflow give NaN, for which generate() raises BadLogitsError.
         """
@@ -287,12 +286,12 @@ class KVSequence:
 
     @property
     def n_batch(self) -> int:
-        """The most tokens of a batch that fits the pool beside its sinks, tail and pinned chunks."""
+        """The largest batch, in tokens, that fits the pool beside its sinks, tail and pinned chunks."""
         return self.decoder.n_batch
 
     @property
     def n_draft(self) -> int:
-        """The most tokens of a draft; 0 without speculative decoding."""
+        """The longest draft, in tokens; 0 without speculative decoding."""
         return self.decoder.drafts.n_max if self.decoder.drafts else 0
 
     @property
@@ -437,8 +436,8 @@ class KVSequence:
         needed. In a pool of the same size that no other sequence shares, the sequence is restored exactly. Elsewhere the hottest
         chunks are paged in; with policy "fresh", each layer chooses at the first token.
 
-        Raises SnapshotError, with the reason, if the snapshot is damaged, or of another model, cache or text; the
-        sequence is then empty. A record is checked when first used: if it is damaged, generate() reads the text anew,
+        Raises SnapshotError, with the reason, if the snapshot is damaged, or belongs to another model, cache or text; the
+        sequence is then empty. A record is checked when it is first used: if it is damaged, generate() reads the text anew,
         and other calls raise SnapshotError.
         """
         tokens = None if prompt is None else self.model.ids(prompt)

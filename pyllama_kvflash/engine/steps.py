@@ -1,7 +1,7 @@
 """Steps: the three ways to decode the next tokens of an answer.
 
 A plain step decodes the last token. A drafted step decodes it together with drafted tokens, and keeps those that the target
-accepts. Both can share a batch with other answers. A lossless step drafts through the pool, and verifies against everything.
+accepts. Both can share a batch with other answers. A lossless step drafts through the pool, and verifies against all positions.
 """
 
 import time
@@ -59,7 +59,7 @@ class DraftedStep(PlainStep):
 
 
 class LosslessStep(Step):
-    """Drafts through the pool, and verifies the draft against everything. The tokens kept are the full cache's."""
+    """Drafts through the pool, and verifies the draft against all positions. The tokens kept are the full cache's."""
 
     def __init__(self, writer: Writer, lossless: Lossless) -> None:
         super().__init__(writer.decoder, Part(writer.decoder.sequence, np.array([writer.token], np.int32), draft=True))
@@ -69,7 +69,7 @@ class LosslessStep(Step):
 
     @property
     def _left(self) -> int:
-        """The most tokens that may be drafted after the last one."""
+        """How many tokens may be drafted after the last one."""
         return min(self._writer.answer.left(self.start), self.decoder.n_lossless - 1)
 
     def ahead(self) -> Beside | None:
@@ -78,7 +78,7 @@ class LosslessStep(Step):
 
     def take(self, other: Beside | None = None) -> list[Event]:
         """Take the step. other: another sequence's work, done while the draft is verified. Returns the events, without text. Raises
-        as Decoder.decode_exactly().
+        the errors of Decoder.decode_exactly().
         """
         writer, lossless, decoder, left = self._writer, self._lossless, self.decoder, self._left
         guesses, events = lossless.draft(writer.token, left, writer.sampler)
@@ -99,9 +99,9 @@ class LosslessStep(Step):
 
 
 def take(steps: Sequence[PlainStep]) -> list[list[Event]]:
-    """Take one step of several answers in one batch. Returns the events of each, without text.
+    """Take one step of each of several answers, in one batch. Returns the events of each, without text.
 
-    Raises as decode_each(). An answer without a new token then gets it in the next step.
+    Raises the errors of decode_each(). After an error, an answer without a new token gets it in the next step.
     """
     begin = time.perf_counter()
     happened = decode_each(steps)

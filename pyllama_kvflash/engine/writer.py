@@ -29,16 +29,16 @@ class Writer:
         return self.answer.token
 
     def write(self) -> None:
-        """Sample the next token from the last one's logits. Call this right after its decode: the next batch overwrites them."""
+        """Sample the next token from the last one's logits. Call this before the next batch, which overwrites the logits."""
         sequence = self.decoder.sequence
         self._sample(sequence.n_tokens - 1, -1)
         sequence.pending = self.answer.token
 
     def accept(self, part: Part, n_guessed: int) -> None:
         """Sample a token after each token of a decoded draft, until it differs from the draft's next token. Sets `part.accepted`
-        after each one, so that it is right even if this is cut off.
+        after each one, so that it is right even if this call is cut off.
 
-        n_guessed: drafted tokens of the part. Before them is the answer's last token; after them is padding.
+        n_guessed: how many tokens of the part are drafted. Before them comes the answer's last token, after them padding.
         """
         start, answer = part.sequence.n_tokens, self.answer
         for i in range(n_guessed + 1):
@@ -60,7 +60,7 @@ class Writer:
         return goes_on
 
     def go_back(self) -> None:
-        """Roll back the last token if it was decoded, but no token was sampled after it: its logits are gone."""
+        """Roll back the answer's last token if it was decoded but no token was sampled after it: its logits are gone."""
         sequence = self.decoder.sequence
         if sequence.n_tokens > self.at:
             self.decoder.rollback(self.at)

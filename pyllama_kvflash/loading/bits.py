@@ -1,4 +1,4 @@
-"""Choose the codes of positions outside the pool: the most accurate ones that fit in memory with everything else."""
+"""Choose the bits of codes: the most accurate codes that fit in memory with everything else."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +23,7 @@ def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[
     """Return the options to try, in order, with `coarse`, `codes_in_panes` and policy "auto" resolved: the most accurate codes first.
     The last one is used even if it does not fit. Policy "auto" becomes "fresh" with codes, else "qk".
 
-    options: resolved. possible: whether the model can have codes here. lodged: whether codes can share the panes' memory.
+    options: from Options.resolved(). possible: whether the model can have codes here. lodged: whether codes can share the panes' memory.
     """
     bits: tuple[str, ...] = (options.coarse,)
     if options.coarse == "auto":
@@ -38,8 +38,8 @@ def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[
 
 
 def may_lodge(options: Options, geometry: Geometry) -> bool:
-    """Return whether codes can share the memory of an exact pass: with one sequence, one GPU (the CPU may have layers, too), and no
-    exact passes during answers. Several sequences would read and answer in turns, and need both at once.
+    """Return whether codes can share the memory of an exact pass. That needs one sequence, one GPU (the CPU may have layers, too), and
+    no exact passes during answers. Several sequences would read and answer in turns, and need both memories at once.
     """
     found = devices()
     gpus = {i for i in geometry.devices or (0,) if found[i].gpu}
@@ -70,8 +70,8 @@ def free_bytes() -> dict[str, int]:
 
 
 def fits(needs: Sequence[DeviceBytes], free: Mapping[str, int], reserve: int = RESERVE) -> bool:
-    """Return whether each device with codes holds them with everything else, and leaves a reserve. Devices without codes are not
-    checked: fewer bits would not help them.
+    """Return whether each device with codes has room for everything, with a reserve left. Devices without codes are not checked, because
+    fewer bits would not help them.
 
     free: free bytes before anything was loaded, without the memory of the program itself. reserve: bytes, on a GPU.
     """
@@ -83,11 +83,11 @@ def fits(needs: Sequence[DeviceBytes], free: Mapping[str, int], reserve: int = R
 
 
 class Made(Protocol):
-    """A plan, or contexts, made with some options."""
+    """What first_that_fits() makes of options: a plan, or contexts."""
 
     @property
     def memory(self) -> Sequence[DeviceBytes]:
-        """The devices that hold something, with a full context."""
+        """What each device holds with a full context, without empty devices."""
 
     def close(self) -> None:
         """Free everything."""
@@ -99,9 +99,10 @@ M = TypeVar("M", bound=Made)
 def first_that_fits(
     options: Options, found: Sequence[Options], free: Mapping[str, int], make: Callable[[Options], M]
 ) -> M:
-    """Return what `make` makes of the first options of `found` whose memory fits; of the last ones, whatever they take.
+    """Call `make` with the options of `found` in the order of _tries(), and return the first result whose memory fits. If none does,
+    return the result of the last options.
 
-    found: choices(options). free: as for fits(). Raises what `make` raises for the last ones.
+    found: choices(options). free: as for fits(). Raises the errors of `make` for the last options.
     """
     for tried, reserve in _tries(options, found):
         with suppress(NativeError):

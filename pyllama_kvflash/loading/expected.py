@@ -105,7 +105,7 @@ def _ratio(contexts: Sequence[int], rates: Sequence[float], full: Sequence[float
 def divergence(share: float, coarse: str, type_k: str = "f16") -> dict[str, float] | None:
     """Return the mean KL divergence of long answers for prose and code; None if it was not measured.
 
-    share: the pool's share of the context; above the largest measured one, the latter is used, and below the smallest the result is
+    share: the pool's share of the context. Above the largest measured share, the values of that share are returned; below the smallest,
     None. coarse: "4", "2" or "off". type_k: "f16" or "q8_0".
     """
     if share < SHARES[0] or (coarse, type_k) not in KLD:

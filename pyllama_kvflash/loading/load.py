@@ -41,9 +41,9 @@ class Loaded:
     """A model, its context, and the sequences of that context.
 
     n_pool: cells of the pool; None: the full cache.
-    n_batch: the most tokens of a batch that goes through the pool.
+    n_batch: the largest batch, in tokens, that goes through the pool or the full cache.
     full_bytes: full-attention KV of the whole context, over all sequences.
-    shared: the part of a pool that its sequences share; None with the full cache.
+    shared: what the pool's sequences share; None with the full cache.
     exact: reads prompts that the pool cannot hold; None: they go through the pool.
     drafts: one for each sequence; empty without speculative decoding.
     memory: each device's memory with a full context.
@@ -116,7 +116,7 @@ def where(options: Options) -> dict[str, Any]:
 
 
 def placement(path: Path, options: Options) -> Placement:
-    """Decide which experts stay on the host, and which pool to request. Raises as load()."""
+    """Decide which experts stay on the host, and which pool to request. Raises the errors of load()."""
     if options.n_cpu_moe == 0:
         return Placement(0, options.pool)
     with Model.load(path, **where(options), no_alloc=True) as model:
@@ -136,7 +136,7 @@ def check_runs(model: Model, options: Options) -> None:
 
 
 def _place(model: Model, options: Options) -> Placement:
-    """Place experts for the most accurate codes that fit. Codes may share the panes' memory if that keeps more on the GPU."""
+    """Place experts for the most accurate codes that fit. Codes share the panes' memory if that keeps more experts on the GPU."""
     seen, best, coarse = _probed(model, options), None, ""
     for tried in bits_of(options, seen):
         if best and tried.coarse != coarse:
@@ -253,7 +253,7 @@ def _opened(
 
 
 class _Loading:
-    """The ground of a plan that is executed: it measures free memory, and opens the exact pass. parts: receives what it opens."""
+    """The Ground of a plan that is executed: measures free memory, and opens the exact pass. parts: receives what is opened."""
 
     def __init__(
         self, model: Model, geometry: Geometry, options: Options, open_engine: OpenEngine, parts: ExitStack
@@ -298,7 +298,7 @@ def _draft_model(ctx: Context, options: Options, n_batch: int) -> DraftModel | N
 
 
 def open_context(model: Model, options: Options, plan: LoadPlan, lodges: Context | None = None) -> Context:
-    """Make the context of a pool, or of the full cache. lodges: as for Context. Raises as Context."""
+    """Make the context of a pool, or of the full cache. lodges: as for Context. Raises the errors of Context()."""
     pool = plan.pool
     try:
         return Context(
@@ -321,7 +321,7 @@ def open_context(model: Model, options: Options, plan: LoadPlan, lodges: Context
 
 
 def bits_of(options: Options, seen: Probe) -> tuple[Options, ...]:
-    """Return the options to try, as bits.choices()."""
+    """Return the options to try, as bits.choices() does."""
     possible = seen.uncoded is None and bool(seen.geometry.rows)
     return choices(options, possible=possible, lodged=may_lodge(options, seen.geometry))
 

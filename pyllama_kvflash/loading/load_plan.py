@@ -1,4 +1,4 @@
-"""The plan of a model's contexts: loading makes them, and `kvflash inspect` shows their memory."""
+"""The plan of a model's contexts. Loading makes these contexts, and `kvflash inspect` shows their memory."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ class LoadPlan:
     """The contexts of a model.
 
     size: of the pool.
-    n_batch: the most tokens of a batch that goes through the pool, or the full cache.
+    n_batch: the largest batch, in tokens, that goes through the pool or the full cache.
     pool: the parameters of the pool; None: the full cache.
     """
 
@@ -34,7 +34,7 @@ class LoadPlan:
 
 
 def context_options(options: Options) -> dict[str, Any]:
-    """Return how a context computes, as arguments of Context. options: resolved."""
+    """Return how a context computes, as arguments of Context. options: from Options.resolved()."""
     return {
         "n_threads": options.n_threads or 1,
         "type_k": options.type_k,
@@ -56,14 +56,14 @@ class Ground(Protocol):
         """Return the name and the query of the policy's scorer."""
 
     def read_exactly(self, n_pane: int, tap: Tap) -> bool:
-        """Allocate an exact pass with n_pane panes. Returns whether it fits."""
+        """Allocate, or only count, an exact pass with n_pane panes. Returns whether it fits."""
 
 
 def plan_contexts(geometry: Geometry, options: Options, ground: Ground, fingerprint: int = 0) -> LoadPlan:
     """Decide on the pool and the exact pass.
 
-    geometry: of the full-attention cache. options: resolved, with a policy that the model can have. fingerprint: of the model, for the
-    records of a pool that is made.
+    geometry: of the full-attention cache. options: from Options.resolved(), with a policy that the model can have. fingerprint: the
+    model's, for the pool's records; 0: the plan is only inspected.
 
     An automatic pool is sized from the memory that the exact pass leaves. Raises the ground's errors, and UsageError.
     """

@@ -15,7 +15,7 @@ from pyllama_kvflash.policy.sizing import most_cells, whole_cells
 def device_memory(geometry: Geometry, options: Options, *, n_pane: int = 0, lodged: bool = False) -> list[DeviceBytes]:
     """Return each device that holds KV, with its current free bytes, KV bytes per token, and codes.
 
-    n_pane: count the bytes of so many panes per token, not those of the cache. lodged: leave out codes that share the panes' memory.
+    n_pane: the bytes per token are those of this many panes; 0: those of the cache. lodged: leave out codes that share the panes' memory.
     """
     found, asked = devices(), (row_bytes, *types_of(options))
     sizes = geometry.panes_by_device(*asked, n_pane) if n_pane else geometry.by_device(*asked)
@@ -36,8 +36,8 @@ def coarse_bytes(
 ) -> dict[int, int]:
     """Return the bytes of the codes of full contexts, with the GPU buffers for attending to them, by device index.
 
-    options: resolved, and `coarse` decided. n_pool: cells of the pool; None: the most that may be requested. lodged: leave out codes that
-    share the memory of an exact pass.
+    options: from Options.resolved(), with `coarse` decided. n_pool: cells of the pool; None: of the largest pool that the options allow.
+    lodged: leave out codes that share the memory of an exact pass.
     """
     codes = _codes(geometry, options)
     if not codes:
@@ -69,7 +69,7 @@ def lodging_bytes(geometry: Geometry, options: Options) -> dict[int, int]:
 def check_memory(memory: Sequence[DeviceBytes], n_ctx: int, what: str, way_out: str) -> None:
     """Raise NativeError if a device has no room for n_ctx tokens of `what` and for codes.
 
-    Without this check, the allocation might succeed, and the system kill a process once the memory is used.
+    Without this check, the allocation might succeed, and the system might kill a process once the memory is used.
     """
     for device in memory:
         if device.token_bytes * n_ctx > device.free - device.coarse:

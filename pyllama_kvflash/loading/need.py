@@ -18,7 +18,7 @@ from pyllama_kvflash.pool.checkpoints import MOST
 _STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 
 DRIVER = 660 << 20
-"""GPU bytes that CUDA itself takes once kernels have run: an H200 with driver 580 (docs/results/memory.md)."""
+"""GPU bytes that CUDA itself takes once kernels have run, measured on an H200 with driver 580 (docs/results/memory.md)."""
 
 
 def weights_of(model: Model) -> Counter[int]:
@@ -38,10 +38,10 @@ def needs_of(
     drafter: Sequence[int],
     program: int,
 ) -> tuple[DeviceBytes, ...]:
-    """Return the devices that hold something, with a full context; for a model loaded with no_alloc, as estimated.
+    """Return what each device holds with a full context, without empty devices; estimates for a model loaded with no_alloc.
 
-    options: resolved. n_pool: cells of the pool; None: the full cache. exact: of the exact pass, by device index. drafter: bytes of a drafter
-    on each device. program: see program_bytes().
+    options: from Options.resolved(). n_pool: cells of the pool; None: the full cache. exact: what the exact pass holds, by device index.
+    drafter: bytes of a drafter on each device. program: see program_bytes().
     """
     weights, found = weights_of(ctx.model), devices()
     token_bytes = geometry.by_device(row_bytes, *types_of(options))
@@ -77,7 +77,7 @@ def program_bytes(model: Model | None = None) -> int:
     """Return the RAM of this process without model weights: Python, libraries, and the vocabulary. Later calls return the first
     result, because they would count the memory of other engines.
 
-    model: just loaded, so that no context has memory; None: no weights are loaded.
+    model: just loaded, before any context takes memory; None: no weights are loaded.
     """
     if not _program:
         sizes = weights_of(model) if model else Counter()
@@ -87,9 +87,9 @@ def program_bytes(model: Model | None = None) -> int:
 
 
 def _checkpoints(ctx: Context, options: Options) -> int:
-    """Return the most bytes of checkpoints, over all sequences."""
+    """Return how many bytes the checkpoints of all sequences may take."""
     held = ctx.kv_bytes()
-    one = held.recurrent // (1 + ctx.n_rollback)  # there is one for each token of a draft, too
+    one = held.recurrent // (1 + ctx.n_rollback)  # llama.cpp keeps another for each token of a draft
     return min(options.checkpoint_limit, MOST * (held.swa + one)) if held.attn else 0
 
 

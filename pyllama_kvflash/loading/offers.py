@@ -23,8 +23,8 @@ from pyllama_kvflash.policy.sizing import HOST_CAP
 
 POOLS = (16_384, 8192, 4096, 2048, 1024)
 """Pool sizes to try, the largest first: a larger pool answers better and decodes more slowly."""
-_READS_MUCH = 1.25  # times the least RAM read per token; more makes answers slower by the same factor
-_AS_GOOD = 1.5  # times the divergence of q8_0: a difference that other seeds make, too
+_READS_MUCH = 1.25  # an offer that reads more than this many times the least RAM per token is noticeably slower
+_AS_GOOD = 1.5  # up to this many times q8_0's divergence counts as equal: another seed makes such a difference, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Offer:
     """A way to hold the context.
 
     kind: the cache: "f16", "q8_0", "q4_0", "RAM" or "pool". options: the fields of Options that make it. needs: each device's memory.
-    lacking: missing bytes, "GPU" or "RAM"; {}: it fits. moves: experts, or feed-forward weights, may stay on the host. on_gpu: a GPU
-    computes. n_on_cpu: layers whose feed-forward weights stay on the host. host_read: bytes of weights that the CPU reads from RAM per
-    token. recurrent: the model has recurrent states.
+    lacking: missing bytes by "GPU" and "RAM"; {}: the offer fits. moves: whether experts, or feed-forward weights, may stay on the host.
+    on_gpu: whether a GPU computes. n_on_cpu: layers whose feed-forward weights stay on the host. host_read: bytes of weights that the
+    CPU reads from RAM per token. recurrent: whether the model has recurrent states.
     """
 
     kind: str
@@ -59,19 +59,19 @@ class Offer:
         return str(self.options.get("coarse", "off"))
 
     def divergence(self, n_ctx: int) -> dict[str, float] | None:
-        """Return the divergence of long answers from the full f16 cache's, as expected.divergence(); None: not measured."""
+        """Return the divergence of long answers from the full f16 cache's, as expected.divergence() does; None: not measured."""
         kind = self.options.get("type_k", "f16")
         if self.n_pool is None or self.lossless:
             return expected.FULL_KLD[kind]
         return expected.divergence(self.n_pool / n_ctx, self.coarse, kind)
 
     def is_close(self, n_ctx: int) -> bool:
-        """Return whether its long answers diverge from the full f16 cache's about as little as a full q8_0 cache's."""
+        """Return whether long answers diverge from the full f16 cache's about as little as a full q8_0 cache's do."""
         far, q8_0 = self.divergence(n_ctx), expected.FULL_KLD["q8_0"]
         return far is not None and all(far[text] <= _AS_GOOD * q8_0[text] for text in far)
 
     def speed(self, n_ctx: int) -> float | None:
-        """Return its speed, as expected.speed(); None: not measured."""
+        """Return the decode speed, as expected.speed() does; None: not measured."""
         if self.lossless or (self.on_gpu and self.host_read and self.kind != "RAM"):
             return None
         if not self.on_gpu:
@@ -80,19 +80,19 @@ class Offer:
 
     @property
     def most_speed(self) -> float:
-        """The most tokens per second that reading weights from RAM allows; infinite if no weights are there."""
+        """How many tokens per second the reading of weights from RAM allows; infinite if no weights are in RAM."""
         return expected.RAM_RATE / self.host_read if self.host_read else math.inf
 
     def bytes_of(self, *, gpu: bool) -> int:
-        """Return the bytes of GPU memory, or of RAM, with a full context."""
+        """Return the bytes of GPU memory, or of RAM, that are taken with a full context."""
         return sum(need.total for need in self.needs if need.gpu == gpu)
 
 
 def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = None) -> list[Offer]:
-    """Return all ways, whether they fit or not. n_ctx: positions; 0: the trained context. gpu, ram: bytes; gpu 0: the CPU computes.
-    n_ubatch: tokens of a physical batch; None: the usual number, or fewer if memory is short.
+    """Return all ways to hold a context, whether they fit or not. n_ctx: positions; 0: the trained context. gpu, ram: bytes; gpu 0: the
+    CPU computes. n_ubatch: tokens of a physical batch; None: the usual number, or fewer if memory is short.
 
-    Loads no weights. Raises as planning.needs().
+    Loads no weights. Raises the errors of planning.planned().
     """
     with pretending(gpu and max(1, gpu - DRIVER), ram):  # the driver takes its part when a program starts
         with Model.load(path, no_alloc=True) as model:
@@ -102,7 +102,7 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
         base = Options(n_ctx=n_ctx, n_ubatch=Options().n_ubatch if n_ubatch is None else n_ubatch)
         if not gpu:
             return list(_OnCPU(path, replace(base, n_gpu_layers=0), 0, ram, {}, facts).all())
-        # all on the first GPU: several GPUs have more memory together, but each holds its own layers
+        # everything on the first GPU: several GPUs have more memory together, but each holds its own layers
         base = replace(base, split_mode="none", n_cpu_moe="auto" if experts else 0)
         look = _Look(path, base, gpu, ram, {"n_ubatch": SMALL_BATCH} if n_ubatch is None else {}, facts)
         found = list(look.all())
@@ -112,19 +112,19 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
 
 
 class Rank(IntEnum):
-    """The quality of a way, the best first."""
+    """The quality of an offer, the best first."""
 
     CLOSE = 0  # diverges no more than a full q8_0 cache
     CODED = 1  # codes of 4 bits beside a pool smaller than the measured ones
     LOSSLESS = 2
     FAR = 3  # long answers are worse
     SHARED = 4  # the CPU computes a part of some layers
-    SHARED_FAR = 5  # and long answers are worse
+    SHARED_FAR = 5  # as SHARED, and long answers are worse
     BLIND = 6  # a token attends to resident chunks only
 
 
 def rank(offer: Offer, n_ctx: int) -> Rank:
-    """Return the rank of a way that fits."""
+    """Return the rank of an offer that fits."""
     if offer.n_pool is not None and offer.coarse == "off" and not offer.lossless:
         return Rank.BLIND
     if offer.n_on_cpu:
@@ -142,10 +142,10 @@ def usable(found: list[Offer]) -> list[Offer]:
 
 
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
-    """Return the best way that fits, or None.
+    """Return the best offer that fits, or None.
 
-    The order of criteria: the rank; few bytes of experts read from RAM per token; the usual batch size; few layers in RAM; the least
-    measured divergence from the full f16 cache; the largest pool.
+    The criteria, in this order: the rank; few bytes of experts read from RAM per token; the usual batch size; few layers in RAM; the
+    least measured divergence from the full f16 cache; the largest pool.
     """
     fit = [offer for offer in usable(found) if not offer.lacking]
     if fit and not fit[0].on_gpu:  # a pool's answers are as good, and much faster
@@ -172,7 +172,7 @@ def _answers_well(offer: Offer) -> bool:
 
 
 class _Look:
-    """small: options for smaller batches; {}: none."""
+    """The search for offers on a machine with a GPU. small: options for smaller batches; {}: none."""
 
     def __init__(self, path: Path, base: Options, gpu: int, ram: int, small: dict[str, Any], facts: "_Facts") -> None:
         self._path, self._base, self._small, self._facts = path, base, small, facts
@@ -194,9 +194,9 @@ class _Look:
                 yield self._offer(kind, {"pool": "off", **_types(kind)})
 
     def tight(self) -> Iterator[Offer]:
-        """Yield ways for a model too large for the GPU: with the weights of some layers in RAM.
+        """Yield offers for a model too large for the GPU, with the weights of some layers in RAM.
 
-        Prefers larger batches if they fit: every prompt batch copies these weights to the GPU.
+        Prefers larger batches if they fit, because every prompt batch copies these weights to the GPU.
         """
         batches = [{"n_ubatch": 2 * SMALL_BATCH}, self._small] if self._small else [{}]
         size = next((size for size in POOLS[3:] if size < self._base.n_ctx), None)
@@ -210,9 +210,9 @@ class _Look:
                 yield from islice((offer for offer in tried if not offer.lacking), 1)
 
     def _pool(self, kind: str, more: dict[str, str]) -> Offer | None:
-        """Return the best pool: the most accurate codes that fit beside the smallest pool (with small batches if necessary), and the
-        largest pool that fits with them. If none fits, the smallest pool without codes. None if the context is too small or the model
-        cannot be pooled. more: options.
+        """Return the best pool: with the most accurate codes that fit beside the smallest pool (with small batches if necessary), and
+        as large as fits beside these codes. If nothing fits, return the smallest pool without codes. None if the context is too small
+        or the model cannot be pooled. more: additional options.
         """
         *larger, least = [size for size in POOLS if size < self._base.n_ctx] or [0]
         found = None
@@ -221,7 +221,7 @@ class _Look:
         for bits, batch in forms if least else ():
             with suppress(UnsupportedError):  # the model cannot have codes
                 found = self._offer("pool", {"pool": least, "coarse": bits, **_types(kind), **batch, **more})
-                if found.n_pool is None:  # it cannot be pooled, and has the full cache
+                if found.n_pool is None:  # the model cannot be pooled, and would get the full cache
                     return None
                 if not found.lacking:
                     break
@@ -305,7 +305,7 @@ def _types(kind: str) -> dict[str, str]:
 
 
 def _in_host(held: tuple[DeviceBytes, ...]) -> tuple[DeviceBytes, ...]:
-    """Return the needs with KV and states moved to RAM, where llama.cpp keeps both, whatever this machine's devices are."""
+    """Return the needs with KV and states moved to RAM, where llama.cpp keeps both, whatever devices this machine has."""
     kv, states = sum(need.kv for need in held), sum(need.states for need in held)
     there = next(i for i, need in enumerate(held) if not need.gpu)
     return tuple(

@@ -1,4 +1,4 @@
-"""The exact pass of a pool: the number of its panes, and the check of their memory."""
+"""The exact pass of a pool: opening its context, and counting its memory."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ _WAY_OUT = "a smaller `n_ctx`, a smaller cache type (`type_k`, `type_v`), or `pr
 def open_exact(
     model: Model, geometry: Geometry, options: Options, n_pane: int, tap: Tap
 ) -> tuple[ExactReader | None, tuple[str, ...], tuple[str, ...]]:
-    """Make the context that reads prompts exactly, with n_pane panes. options: resolved.
+    """Make the context that reads prompts exactly, with n_pane panes. options: from Options.resolved().
 
-    Returns the reader, notes and warnings. Raises NativeError and UnsupportedError; with `prefill` "auto", the reader is None and
-    the error becomes a warning.
+    Returns the reader, notes and warnings. Raises NativeError and UnsupportedError. With `prefill` "auto", an error becomes a
+    warning, and the reader is None.
     """
     n_cells = whole_cells(options.n_ctx)
     try:
@@ -50,11 +50,11 @@ def open_exact(
 def exact_bytes(
     model: Model, geometry: Geometry, options: Options, n_pane: int = 0, tap: Tap = NO_TAP
 ) -> dict[int, DeviceBytes]:
-    """Return the bytes of an exact pass on each device, by index: panes (without codes that share their memory), compute buffers, and states, which
-    count on one device, because their placement is unknown.
+    """Return the bytes of an exact pass on each device, by index: panes (without codes that share their memory), compute buffers and
+    states. The states count on one device, because their placement is unknown.
 
-    model: loaded with no_alloc. options: resolved. n_pane: panes; 0: those of the options, or LEAST_PANES. Raises NativeError and
-    UnsupportedError.
+    model: loaded with no_alloc. options: from Options.resolved(). n_pane: panes; 0: those of the options, or LEAST_PANES. Raises
+    NativeError and UnsupportedError.
     """
     n_pane = n_pane or options.panes or LEAST_PANES
     states = _state_bytes(model, options)
@@ -86,7 +86,7 @@ def _by_device(
 
 
 def _state_bytes(model: Model, options: Options) -> int:
-    """Return the bytes of windows and states. A stock context has as many, and reports them without allocating."""
+    """Return the bytes of windows and states. A stock context needs as many, and reports them without allocating."""
     with Context(model, **_shape(model, options)) as ctx:
         held = ctx.kv_bytes()
     return held.swa + held.recurrent

@@ -1,4 +1,4 @@
-"""Placement of experts and feed-forward weights: decides which stay on the host, by opening the model without its weights."""
+"""Decide which experts or feed-forward weights stay on the host, by opening the model without its weights."""
 
 import re
 from collections.abc import Sequence
@@ -30,16 +30,18 @@ def has_experts(weights: Sequence[Weight]) -> bool:
 
 
 def on_host(placed: Placement) -> list[str]:
-    """Return patterns of the weights that stay on the host: experts, as with llama.cpp's -ncmoe, or else feed-forward weights."""
+    """Return patterns of the weights that stay on the host: experts, as with llama.cpp's -ncmoe, or a dense model's feed-forward
+    weights.
+    """
     return [rf"blk\.{i}{_FEED_FORWARD if placed.dense else _EXPERTS}" for i in range(placed.n_cpu_moe)]
 
 
 def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Placement:
-    """Decide the placement of experts, and the pool to request; see place_experts.
+    """Decide the placement of experts, and the pool to request. See place_experts().
 
-    model: loaded without weights (no_alloc), for its future devices.
+    model: loaded without weights (no_alloc), on its future devices.
     geometry: of its full-attention cache.
-    options: resolved.
+    options: from Options.resolved().
     floor: the fewest cells of a pool.
 
     Raises NativeError and UnsupportedError.
@@ -69,7 +71,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
     dense = not has_experts(weights)
     moves = _IS_FEED_FORWARD if dense else _IS_EXPERTS
     copy = max((w.size for w in weights if moves.match(w.name)), default=0)
-    some = any(moves.match(w.name) and not found[w.device].gpu for w in weights)  # some are on the host anyway
+    some = any(moves.match(w.name) and not found[w.device].gpu for w in weights)  # some stay on the host in any case
     res = []
     for i, (compute, token_compute), draft in zip(here, computed, drafter, strict=True):
         others, moved = _sizes([w for w in weights if w.device == i], moves, n_layer)
@@ -110,8 +112,8 @@ def _measured(
     """Measure memory other than weights and pool, with contexts that allocate nothing: a small and a full cache.
 
     Returns three values, in bytes:
-    - sliding windows and recurrent states, and a cache that cannot be pooled because its rows are unknown; these count on
-      every device, because their placement is unknown;
+    - sliding windows, recurrent states, and a cache whose rows are unknown (it cannot be pooled); these count on every device,
+      because their placement is unknown;
     - for each device in `here`, the compute buffers, and their growth per token of KV;
     - for each device in `here`, the memory of a drafter.
     """

@@ -24,7 +24,7 @@ from pyllama_kvflash.scorers.factory import query_of
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The expected result of loading. memory: each device's with a full context. options: with codes and policy decided."""
+    """The expected result of loading. memory: the bytes on each device with a full context. options: with codes and policy decided."""
 
     memory: tuple[DeviceBytes, ...]
     size: PoolSize
@@ -35,7 +35,7 @@ class Planned:
 
 
 def planned(path: Path, options: Options) -> Planned:
-    """Return the expected result of loading with the memory that is free now. Raises as loading.load()."""
+    """Return the expected result of loading with the memory that is free now. Raises the errors of load.load()."""
     with look(path, options) as found:
         return found.planned()
 
@@ -44,8 +44,8 @@ def planned(path: Path, options: Options) -> Planned:
 class Look:
     """A model opened without its weights, on its future devices.
 
-    options: resolved, with experts placed, and with a pool only if the model can have one; codes and policy are not decided. free: as
-    for bits.fits(). program: see program_bytes().
+    options: from Options.resolved(), with experts placed, and with a pool only if the model can have one. Codes and policy are not
+    decided yet. free: as for bits.fits(). program: see program_bytes().
     """
 
     model: Model
@@ -55,7 +55,7 @@ class Look:
     program: int
 
     def planned(self, pool: int | str | None = None) -> Planned:
-        """Return the expected result of loading. pool: replaces that of the options. Raises as loading.load()."""
+        """Return the expected result of loading. pool: replaces that of the options. Raises the errors of load.load()."""
         options = self.options if pool is None else replace(self.options, pool=pool)
         check_codes(self.model, options, self.seen)
         make = partial(_planned, self.model, self.seen.geometry, self.program)
@@ -64,7 +64,7 @@ class Look:
 
 @contextmanager
 def look(path: Path, options: Options) -> Iterator[Look]:
-    """Open a model for inspection. Raises as loading.load(), except for a model that cannot be pooled."""
+    """Open a model for inspection. Raises the errors of load.load(), except for a model that cannot be pooled."""
     for server in options.rpc:
         add_rpc(server)
     refusal = None
@@ -84,7 +84,7 @@ def look(path: Path, options: Options) -> Iterator[Look]:
 
 
 class _Looking:
-    """The ground of a plan that is only inspected: it subtracts the future weights and exact pass from free memory."""
+    """The Ground of a plan that is only inspected: subtracts the future weights and exact pass from free memory."""
 
     def __init__(self, model: Model, geometry: Geometry, options: Options) -> None:
         self.weights = weights_of(model)

@@ -21,7 +21,7 @@ _PICKS = "by which each token picks the positions it attends to, and which a poo
 
 MODELS = {
     "encoder": Refusal(
-        "it is an encoder, whose tokens attend to those after them, and which produces none",
+        "it is an encoder, which produces no tokens, and whose tokens attend to those after them",
         "for embeddings use llama.cpp's llama-embedding, for text a decoder",
     ),
     "encoder-decoder": Refusal(
@@ -95,11 +95,13 @@ CODES = {
     "a pool that is too large for a GPU's shared memory": Refusal(
         "a block of this GPU cannot choose among the {} tokens of the pool", _OTHER
     ),
-    "positions as a bias of the attention (ALiBi)": Refusal(
+    "ALiBi, which adds positions to the attention as a bias": Refusal(
         "ALiBi needs the position of each cell, which guests do not have", _OTHER
     ),
-    "rows of keys that are not those of heads": Refusal("the K rows of layer {} are not divided into heads", _OTHER),
-    "codes (`coarse`) on a GPU older than Turing, or with large heads on one of small blocks": Refusal(
+    "rows of keys that are not divided into heads": Refusal(
+        "the K rows of layer {} are not divided into heads", _OTHER
+    ),
+    "codes (`coarse`) on a GPU older than Turing, or on one whose blocks have too little memory for the model's heads": Refusal(
         "this GPU cannot attend to codes: it is older than Turing, or its blocks have too little memory",
         f"{_OTHER}, or the CPU (`n_gpu_layers` 0)",
     ),
@@ -117,7 +119,7 @@ ON_DISK = Refusal(
 """Codes with records on disk and a layer on a GPU. The engine refuses them."""
 
 SHIFT = Refusal(
-    "a full context is not shifted, for the chunks outside the pool would have to be shifted, too",
+    "a full context is not shifted, because the chunks outside the pool would have to be shifted, too",
     "use a larger `n_ctx`, which costs a pool no memory",
 )
 """Context shift: llama_memory_can_shift() returns false, and the engine reports that the tokens do not fit."""
@@ -141,4 +143,4 @@ def of_memory(memory_class: str, n_layer: int, error: str) -> str:
     """
     empty = n_layer == 0 and memory_class in _WINDOWED
     refusal = WINDOWS if empty else MEMORIES.get(memory_class)
-    return f"its memory ({memory_class}) cannot be pooled, for {refusal}" if refusal else f"{error}; {_FULL}"
+    return f"its memory ({memory_class}) cannot be pooled, because {refusal}" if refusal else f"{error}; {_FULL}"

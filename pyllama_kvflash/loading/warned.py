@@ -5,8 +5,8 @@ from pyllama_kvflash.options import Options, cores
 
 
 def untrained(model: Model, n_ctx: int) -> tuple[str, ...]:
-    """Return warnings if a context exceeds the model's reach (training, scaled by RoPE), or if RoPE options are for a longer context
-    or do nothing for this model.
+    """Return warnings if a context exceeds the model's reach (its training context, scaled by RoPE), or if RoPE options are meant for
+    longer contexts or do nothing for this model.
     """
     return _beyond(model, n_ctx) + _without_yarn(model)
 
@@ -16,7 +16,7 @@ def _beyond(model: Model, n_ctx: int) -> tuple[str, ...]:
     if n_ctx > n_most:
         scaled = f", scaled by `rope.scale` to {n_most:,}" if n_most > model.n_ctx_train else ""
         trained = f"the {model.n_ctx_train:,} the model was trained on{scaled}"
-        hint = "" if scaled else "; `rope.scaling` yarn and `rope.scale` are for models that take them"
+        hint = "" if scaled else "; `rope.scaling` yarn and `rope.scale` are for models that support them"
         return (f"a context of {n_ctx:,} tokens is longer than {trained}: text beyond that may come out wrong{hint}",)
     if model.rope.scale > 1 and n_ctx <= model.n_ctx_train:
         beyond = f"`rope.scale` is for contexts beyond the {model.n_ctx_train:,} tokens of training"
@@ -33,7 +33,7 @@ def _without_yarn(model: Model) -> tuple[str, ...]:
     if not given or "yarn" in (rope.scaling, theirs) or rope.ext_factor > 0:
         return ()
     return (
-        f"`rope.{given[0]}` does nothing: it is of YaRN, which this model does not have; give `rope.scaling` yarn, or leave it out",
+        f"`rope.{given[0]}` does nothing: it belongs to YaRN, which this model does not use; give `rope.scaling` yarn, or leave it out",
     )
 
 
@@ -46,6 +46,6 @@ def idle(options: Options, n_pool: int | None) -> tuple[str, ...]:
         res.append(f"`n_gpu_layers` {options.n_gpu_layers} does nothing: there is no GPU, or this build cannot use it")
     if (options.n_threads or 0) > n:
         res.append(
-            f"`n_threads` is {options.n_threads}, and this process may use {n}: more threads wait for each other"
+            f"`n_threads` is {options.n_threads}, and this process may use {n} cores: more threads wait for each other"
         )
     return tuple(res)

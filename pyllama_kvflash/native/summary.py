@@ -48,7 +48,7 @@ class Summaries:
         self._kind, n_row = _KINDS[match[1] or match[3]]
         self._n_row = int(match[2]) if match[2] else n_row or n_chunk
         if self._n_row > n_chunk:
-            msg = f"{kind} is asked for chunks of {n_chunk} keys: give {match[1]}:{n_chunk} at most"
+            msg = f"{kind} is too many for chunks of {n_chunk} keys: give {match[1]}:{n_chunk} at most"
             raise UsageError(msg)
         self._n_chunk = n_chunk
         self._layers = [ffi.new("struct kvf_layer *", asdict(layer)) for layer in layers]
@@ -82,7 +82,7 @@ class Summaries:
         return 2 * sum(self._sizes) / SLAB
 
     def reserve(self, n: int) -> None:
-        """Allocate memory for the first n chunks. Several threads may call it; they may allocate a slab too many. Raises
+        """Allocate memory for the first n chunks. Several threads may call this, and may then allocate one slab too many. Raises
         MemoryError.
         """
         while len(self._slabs) * SLAB < n:
@@ -91,7 +91,7 @@ class Summaries:
     def put(self, chunk: int, record: Record) -> None:
         """Summarise the record (record_bytes,) uint8 of the next chunk, or an earlier chunk again. Raises UsageError."""
         if not 0 <= chunk <= self._n:
-            msg = f"chunk {chunk} is summarised, where {self._n} is next"
+            msg = f"chunk {chunk} cannot be summarised: {self._n} is next"
             raise UsageError(msg)
         self.reserve(chunk + 1)
         self._write(chunk, record)

@@ -1,4 +1,4 @@
-"""Residency decisions in pure Python and numpy, without native code, files or a clock. It runs without a compiler."""
+"""Residency decisions in pure Python and numpy, without native code, files or a clock. They need no compiled extension."""
 
 from pyllama_kvflash.policy.ledger import Blocks, Ledger, LedgerError, Scores
 from pyllama_kvflash.policy.plan import Plan, bring_in, make_room, reselect, room_for_candidates

@@ -8,17 +8,17 @@ _RECENT = 4  # checks in the average
 class Checks:
     """Plans checks of `n` tokens, and averages their results. The caller owns the clock.
 
-    The first check is due at once, so that short answers have a result, too: its cost is still unknown, but the prompt has usually
-    taken much longer. A later check is due when all checks, that one included, take at most `share` of the time.
+    The first check is due at once, so that short answers have a result, too. Its cost is still unknown, but the prompt has usually
+    taken much longer. A later check is due when all checks, including this one, take at most `share` of the time.
     """
 
     def __init__(self, share: float, n: int) -> None:
-        """share: of the time for prompts and answers, checks included, 0 to 1. n: tokens of a check."""
+        """share: the largest share of the time for prompts and answers, checks included, 0 to 1. n: tokens of a check."""
         self.share = share
         self.n = n
         self._elapsed_s = 0.0
         self._spent_s = 0.0
-        self._check_s = 0.0  # the last one
+        self._check_s = 0.0  # seconds of the last check
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     @property

@@ -1,9 +1,9 @@
-"""Codes of all positions: keys and values in a few bits. Layers attend to positions outside the pool by their codes."""
+"""Codes of all positions: keys and values in a few bits, by which layers attend to positions outside the pool."""
 
 from typing import NamedTuple, Self
 
 FORMS = ("4", "4,2", "2")
-"""Bits of keys and values, or of keys, values: the most accurate first."""
+"""Bits of keys and values ("4", "2"), or of keys and of values ("4,2"), the most accurate first."""
 CHOICES = ("auto", "off", *FORMS)
 """The values of `coarse`."""
 

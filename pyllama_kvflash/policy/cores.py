@@ -1,9 +1,11 @@
-"""Detect threads that wait for cores. The threads of a step wait for each other, so beside a busy program fewer are faster."""
+"""Detect threads that wait for cores. The threads of a step wait for each other, so beside a busy program fewer threads are faster."""
 
 N_STEPS = 32
 """Steps between two looks at the times."""
-_LEAST_S = 1.0  # least seconds of work and waiting between two looks: less is too noisy
-_MOST = 0.3  # share of waiting that warns: 0.005 is normal on idle cores, 0.2 beside a quarter of a core's load, 0.45 beside a full one
+_LEAST_S = 1.0  # seconds of work and waiting that a look needs; less is too noisy
+# share of waiting above which to warn. Measured: 0.005 on idle cores, 0.2 beside a program that uses a quarter of a core, 0.45 beside
+# one that uses a whole core
+_MOST = 0.3
 
 
 class CoreWatch:
@@ -12,7 +14,7 @@ class CoreWatch:
     def __init__(self) -> None:
         self._n_steps = 0
         self._before: tuple[float, float] | None = None
-        self.over = False  # it reports nothing more
+        self.over = False  # whether it has nothing more to report
 
     def due(self) -> bool:
         """Count a step. Returns whether to look at the times now."""
@@ -20,10 +22,10 @@ class CoreWatch:
         return not self.over and self._n_steps % N_STEPS == 1
 
     def look(self, times: tuple[float, float] | None, least: float = _LEAST_S) -> float | None:
-        """Return the share of time that threads waited since the last look, the first time that it is large; else None.
+        """Return the share of time that threads waited since the last look, if it is large, and only once; otherwise None.
 
-        times: total seconds that this process's threads worked, and that they waited for a core; None: unknown. least: the least sum of
-        both, since the last look, that counts.
+        times: total seconds that this process's threads worked, and that they waited for a core; None: unknown. least: a sum of both
+        since the last look below this does not count.
         """
         if times is None:
             self.over = True

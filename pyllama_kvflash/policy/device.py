@@ -1,4 +1,4 @@
-"""The bytes of an engine on a device: one record, for planning, loading, and all that is said of memory."""
+"""The bytes of an engine on a device: one record, for planning, loading and every report of memory."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -22,7 +22,7 @@ PURPOSES = {
 
 
 def mib(n: int) -> str:
-    """Return bytes in whole MiB, as sums in words show them."""
+    """Return a number of bytes in whole MiB, as text for notes."""
     return f"{n / 2**20:.0f} MiB"
 
 
@@ -31,15 +31,15 @@ class DeviceBytes:
     """A device, and the bytes of an engine there, with a full context.
 
     remote: it is on an RPC server, so that copies go through a network.
-    free: free bytes without those listed here.
-    token_bytes: KV of one token, of what is being sized: a pool, a full cache, or panes.
-    kv: full attention: the pool, or the full cache.
+    free: free bytes before those below are allocated.
+    token_bytes: KV of one token in what is being sized: a pool, a full cache, or panes.
+    kv: the full-attention cache: the pool, or the full cache.
     coarse: codes of all positions, with a GPU's buffers for attending to them.
     states: sliding windows and recurrent states.
-    panes: of an exact pass.
-    buffers: compute buffers as allocated; the host uses only a part.
+    panes: layers of an exact pass.
+    buffers: compute buffers as allocated; the host touches only a part of its own.
     drafter: all memory of a draft model.
-    records: of chunks, in host memory. checkpoints: of states, in host memory.
+    records: records of chunks, in host memory. checkpoints: copies of states, in host memory.
     program: Python and its libraries, or the GPU's driver.
     """
 
@@ -66,7 +66,7 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        """The sum."""
+        """The sum of the parts."""
         return sum(self.parts.values())
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class DeviceBytes:
 
     @property
     def room(self) -> int:
-        """Free bytes beside all that is listed but codes."""
+        """Free bytes that remain beside all parts except codes."""
         return max(0, self.free - self.total + self.coarse)
 
     @property

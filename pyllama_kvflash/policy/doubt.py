@@ -14,7 +14,7 @@ _WEIGHT = 4.0  # weight of the average in each range, in tokens
 
 
 class Doubt:
-    """Counts for one drafter. Report each check."""
+    """Counts of one drafter's accepted and rejected tokens. The caller reports each check."""
 
     def __init__(self) -> None:
         self._right = [0.0] * (len(_EDGES) + 1)

@@ -1,5 +1,5 @@
-"""Decide which layers keep their experts (in a dense model, their feed-forward weights) in host memory: the requested number, or the
-fewest that leave room for the pool.
+"""Decide how many layers keep their experts (in a dense model, their feed-forward weights) in host memory: the requested number, or
+the smallest number that leaves room for the pool.
 """
 
 from collections.abc import Sequence
@@ -9,16 +9,19 @@ from pyllama_kvflash.policy.device import RESERVE, DeviceBytes, mib
 from pyllama_kvflash.policy.sizing import AUTO_CAP, CELLS, whole_cells
 
 DENSE_CAP = 4096
-"""Most tokens of an automatic pool for a dense model: each token reads all weights in RAM, 2 ms a layer."""
+"""The largest automatic pool for a dense model, in tokens. A larger one would push more weights into RAM, and each token reads all
+weights there, 2 ms a layer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding(DeviceBytes):
-    """A device, and its part of the model, without the weights that may stay on the host, and without a pool. Sizes are in bytes.
+    """A device and its part of the model. The other fields of DeviceBytes count neither the weights that may stay on the host nor a
+    pool. Sizes are in bytes.
 
     free: free memory before the model is loaded.
     experts: experts of each layer of the model in order, 0 for a layer on another device; in a dense model, feed-forward weights.
-    copy: the largest tensor of these. A prompt batch copies it here if it lies on the host.
+    copy: the largest tensor among the experts. A prompt batch copies it here if it lies on the host.
     token_compute: growth of the compute buffers with each token of KV, for its attention mask.
     dense: whether the model is dense.
     reserve: bytes that stay free.
@@ -32,7 +35,7 @@ class Holding(DeviceBytes):
 
     @property
     def what(self) -> str:
-        """The weights that may stay on the host, in words."""
+        """The name of the weights that may stay on the host, for notes."""
         return "feed-forward weights" if self.dense else "experts"
 
     def need(self, n_host: int, tokens: int) -> int:
@@ -58,7 +61,8 @@ class Holding(DeviceBytes):
 class Placement:
     """The result of place_experts().
 
-    n_cpu_moe: the experts of this many first layers stay on the host. dense: the model is dense: its feed-forward weights do.
+    n_cpu_moe: the number of layers, from the first on, whose experts stay on the host. dense: the model is dense, so these are
+        feed-forward weights.
     pool: the pool to request now: "auto", "off" or tokens.
     redundant: True if the full cache fits beside all experts.
     fits: False if no pool fits, even with all experts on the host.
@@ -89,7 +93,7 @@ def place_experts(
     holdings: every device that holds part of the model.
     pool: "auto" (at most cap tokens), "off", or tokens.
     floor: the fewest cells that the pool may have.
-    cap: the most tokens of an automatic pool; 0: AUTO_CAP, or DENSE_CAP beside feed-forward weights.
+    cap: the largest automatic pool, in tokens; 0: AUTO_CAP, or DENSE_CAP for a dense model.
 
     "auto" chooses the fewest layers with which every GPU holds its part of the weights and of the pool's KV, or of the
     full cache's KV if the pool is off or covers the context. The host is not checked.
@@ -109,7 +113,7 @@ def place_experts(
         )
         return Placement(0, pool, warnings=(text,))
     if not gpus:
-        text = f"{holdings[0].what}: all are in host memory as it is, there is no GPU to save memory on"
+        text = f"{holdings[0].what}: all are in host memory already, because there is no GPU"
         return Placement(0 if request == "auto" else min(int(request), n_layer), pool, notes=(text,))
     if request != "auto":
         return Placement(min(int(request), n_layer), pool, notes=(_given(int(request), n_layer, gpus),))
@@ -120,9 +124,7 @@ def place_experts(
 def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, floor: int, cap: int) -> Placement:
     """Place experts for "auto". full: cells of a full cache."""
     if pool != "off" and _fit(gpus, 0, full):
-        beside = (
-            f"{gpus[0].what}: all stay on the GPU, and the full cache beside them: {_arithmetic(gpus, 0, full)}, so"
-        )
+        beside = f"{gpus[0].what}: all stay on the GPU, and the full cache fits beside them: {_arithmetic(gpus, 0, full)}, so"
         if pool == "auto":
             text = f"{beside} the pool is redundant, and turned off (`pool` N keeps one of N tokens)"
             return Placement(0, "off", redundant=True, notes=(text,))
@@ -140,7 +142,7 @@ def _auto(gpus: Sequence[Holding], n_layer: int, pool: int | str, full: int, flo
 
 
 def _squeezed(gpus: Sequence[Holding], n_layer: int, pool: int | str, tokens: int, least: int) -> Placement:
-    """Put all experts on the host, because `tokens` tokens of KV do not fit; perhaps no pool does."""
+    """Put all experts on the host, because `tokens` tokens of KV do not fit. Warn if not even `least` tokens fit then."""
     if _fit(gpus, n_layer, least):
         text = f"{gpus[0].what}: {_first(n_layer, n_layer, gpus)}, and the pool takes what is left: {_arithmetic(gpus, n_layer, tokens)}"
         return Placement(n_layer, pool, notes=(text,))
@@ -153,7 +155,7 @@ def _squeezed(gpus: Sequence[Holding], n_layer: int, pool: int | str, tokens: in
 
 
 def _cells(pool: int | str, full: int, cap: int) -> tuple[int, int]:
-    """Return the desired and the least cells of a pool, before floor and context are applied."""
+    """Return the desired and the smallest number of cells of a pool, before floor and context are applied."""
     if pool == "auto":
         return cap // CELLS * CELLS, 0
     cells = full if pool == "off" else whole_cells(int(pool))

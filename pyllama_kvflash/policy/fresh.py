@@ -1,16 +1,16 @@
-"""Guests, the units that each layer chooses under policy "fresh", and the heads of a layer."""
+"""The size and exchange of guests (the units that each layer chooses under policy "fresh"), and the heads of a layer."""
 
 from typing import Any, NamedTuple
 
 EXCHANGE = 32
-"""The most guests of a layer that a batch exchanges. With fewer, guests come late; more are hardly ever better."""
+"""How many guests a layer exchanges in a batch, at most. With fewer, guests come late; more hardly ever help."""
 UNIT = 16
-"""Positions of a guest."""
+"""Positions in a guest."""
 
 
 class Heads(NamedTuple):
-    """The heads of a layer: the numbers of query heads and of key heads, and the elements of a key and of a value row (0: the keys
-    serve as values).
+    """The heads of a layer: the numbers of query heads and of key heads, and the elements of one head's key and value (n_embd_v 0:
+    the keys serve as values).
     """
 
     n_query: int

@@ -8,7 +8,7 @@ after a drafted one takes longer, because the graph changes; this is charged to 
 import math
 
 _TIMES, _TOKENS = 0.2, 0.1  # weight of the newest step in an average; committed tokens vary more than times
-_SPIKE = 3  # a step counts as at most this many averages: timing errors only add
+_SPIKE = 3  # a step counts as at most this many times the average: timing errors only make times longer
 _FIRST = 3  # plain steps before the first draft, to learn what a plain step takes
 _REFRESH = 128  # drafted steps until a plain step is measured again
 _TRY = 4  # drafted steps of a try, at the start and while closed; then the gate opens or closes
@@ -32,12 +32,12 @@ class Gate:
         self.drafted_s: float | None = None
         self.committed: float | None = None
         self._n_plain = 0
-        self._n_drafted = 0  # since the last try began
-        self._spent_s = 0.0  # their seconds
-        self._least_s = math.inf  # seconds of the fastest of them
-        self._gained = 0  # tokens committed by them
+        self._n_drafted = 0  # drafted steps since the last try began
+        self._spent_s = 0.0  # seconds of these steps
+        self._least_s = math.inf  # seconds of the fastest of these
+        self._gained = 0  # tokens that these committed
         self._since_plain = 0  # drafted steps since a plain one was measured
-        self._switched = False  # the step before was drafted
+        self._switched = False  # whether the previous step was drafted
         self._extra_s = 0.0  # extra seconds of plain steps after drafted ones
         self._below = 0
         self._closed = False

@@ -136,7 +136,7 @@ class Ledger:
 
     @property
     def stored(self) -> Mask:
-        """A copy of the mask of chunks with a valid record in the host store, (n_chunks,) bool."""
+        """A copy of the mask of chunks whose record is in the host store, or is being copied there, (n_chunks,) bool."""
         return self._stored.copy()
 
     @property
@@ -160,7 +160,7 @@ class Ledger:
         return heat
 
     def candidates(self) -> Mask:
-        """Return the mask of chunks, resident or out, that compete for the blocks without protected chunks, (n_chunks,) bool."""
+        """Return the mask of chunks, resident or out, that compete for the blocks not taken by protected ones, (n_chunks,) bool."""
         mask: Mask = self._stored & ~self.protected()
         return mask
 
@@ -241,8 +241,8 @@ class Ledger:
     def append(self, n_tokens: int) -> None:
         """Record that n_tokens more positions were computed outside the pool.
 
-        Full chunks are out, and have their records. A partly filled last chunk is resident: in the block of the chunk that was
-        being written before, or in a free one.
+        Full chunks are out from now on, and have records. A partly filled last chunk is resident. It takes the block of the chunk
+        that was being written before, or a free one.
         """
         end, first = self.n_tokens + n_tokens, self.n_sealed
         n_full = end // self.chunk
@@ -273,7 +273,7 @@ class Ledger:
         return [int(c) for c in np.flatnonzero(~self._stored[: self.n_sealed])]
 
     def mark_stored(self, chunk: int) -> None:
-        """Record that the host store has the record of a sealed, resident chunk."""
+        """Record that a sealed, resident chunk has a record in the host store, or that the copy has begun."""
         if chunk >= self.n_sealed:
             raise LedgerError(f"chunk {chunk} is not sealed")
         if not self.holds(chunk):
@@ -301,7 +301,7 @@ class Ledger:
         self._resident[chunk] = True
 
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions. If n_tokens is within a chunk, that must be resident, and its record becomes
+        """Keep the first n_tokens positions. If n_tokens is within a chunk, that chunk must be resident, and its record becomes
         invalid.
         """
         if not 0 <= n_tokens <= self.n_tokens:

@@ -2,11 +2,12 @@
 
 A round drafts n tokens, and verifies them and the token before them in one batch. If each is accepted with probability a, it
 commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192, equation 1). Its time is n times that
-of a drafted token, plus that of checking n + 1 tokens: a line in the number of tokens, fitted to the checks so far.
+of a drafted token, plus that of checking n + 1 tokens. The time of a check is a line in the number of tokens, fitted to the checks
+so far.
 
-If k tokens are drafted during a check that accepts everything, they begin the next draft, and cost no time. A run of rounds then
-ends with a rejected token, after 1 / (1 - a) tokens on average. After its first check it has a^(n+1) / (1 - a^m) more checks, of
-m = max(n, k) tokens each.
+If k tokens are drafted during a check that accepts everything, they begin the next draft, and cost no time. A run of such rounds
+ends with a rejected token, after 1 / (1 - a) tokens on average. After its first check it has a^(n+1) / (1 - a^m) more checks on
+average, of m = max(n, k) tokens each.
 
 Tokens differ in confidence. A draft continues until the probability that all of it is accepted falls to that of n average tokens.
 So a draft of confident tokens is longer than n, and an unsure token ends it early.
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from pyllama_kvflash.policy.doubt import Doubt
 
 _KEPT = 0.95  # decay of earlier rounds' weight per round
-_SPIKE = 3  # a time counts as at most this many expected times: timing errors only add
+_SPIKE = 3  # a time counts as at most this many times the expected one: timing errors only make times longer
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # initial acceptance, and its weight in drafts
 _FLAT = 1e-6  # a variance of token numbers below this counts as zero
 _PROBE = 64  # rounds between trials of another number, which keep the line and the acceptance current
@@ -92,7 +93,7 @@ class Lookahead:
             return Length(tried or 0)
         if best < longest:
             return Length(min(longest, 2 * best), (1 + _FLAT) * min(self.acceptance, 1 - 1e-6) ** best)
-        # drafts longer than all choices might be better still: a token is worth drafting while its expected gain exceeds the rate
+        # an even longer draft might be better: a token is worth drafting while its expected gain exceeds the rate
         more = self._checks.at(longest + 1) - self._checks.at(longest)
         return Length(longest, self.rate(longest) * ((self.draft_s or 0.0) + more))
 

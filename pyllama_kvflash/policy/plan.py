@@ -29,7 +29,7 @@ class Plan:
 
 
 def make_room(ledger: Ledger, n_blocks: int) -> Plan:
-    """Plan to have n_blocks free blocks, by dropping the coldest evictable chunks, see _given_up().
+    """Plan to have n_blocks free blocks, by dropping the coldest evictable chunks. See _given_up().
 
     Raises PoolError, and drops nothing, if the protected chunks leave too few blocks.
     """
@@ -48,7 +48,7 @@ def bring_in(ledger: Ledger, chunks: Sequence[int]) -> Plan:
 def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
     """Plan to make the hottest candidates resident, and to leave n_free blocks free for new chunks.
 
-    n_most: the most chunks to page in: the hottest, in place of the coldest resident ones. None: no limit.
+    n_most: how many chunks to page in at most: the hottest, in place of the coldest resident ones. None: no limit.
 
     The hottest page-ins come first. Protected chunks stay, and no more chunks are dropped than needed. If the pool has no
     room for any candidate, nothing moves.
@@ -67,7 +67,7 @@ def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
 
 
 def room_for_candidates(ledger: Ledger, n_free: int) -> int:
-    """Return the number of blocks for candidates: all but those of other chunks and n_free free ones. It can be negative."""
+    """Return the number of blocks for candidates: all blocks except n_free and those of other chunks. It can be negative."""
     kept = ledger.resident & ~ledger.candidates()
     return ledger.n_block - n_free - int(np.count_nonzero(kept))
 

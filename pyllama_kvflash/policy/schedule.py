@@ -29,7 +29,7 @@ SELDOM = 2
 
 
 class Schedule:
-    """Starts a scoring every tau tokens, or every tau times a power of two if it would exceed `share` of the decode time.
+    """Starts a scoring every tau tokens, or every tau times a power of two if it would otherwise exceed `share` of the decode time.
 
     A scoring either ends within the token, so that the next token attends to the chosen chunks, or runs beside decode
     and is applied `lag` tokens later. If both are possible and a device decodes meanwhile (`free`), it runs beside
@@ -86,7 +86,7 @@ class Schedule:
     def lag(self) -> int:
         """Tokens from the start of a scoring to the step at which its plan is applied.
 
-        It is counted in tokens, not in seconds, so that the same seed gives the same text. Beside a device it is the
+        It is counted in tokens, not in seconds, so that the same seed gives the same text. If a device decodes, it is the
         smallest lag with which nothing waits for the scoring.
         """
         if not self.beside:
@@ -94,7 +94,7 @@ class Schedule:
         return self._behind() if self.free else max(1, self.interval // 4)
 
     def _behind(self) -> int:
-        """Return the least power of two of tokens that takes at least half a token longer than a scoring."""
+        """Return the smallest power of two whose number of tokens takes at least half a token longer than a scoring."""
         score_s, step_s = min((score for score, _, _ in self._costs), default=0.0), self._step_s
         if not step_s or not self.share:
             return 1
@@ -148,7 +148,7 @@ class Schedule:
         return True
 
     def n_until(self, *, due: bool) -> int:
-        """Return the number of tokens until begin(), or if scores are `due` apply(), returns true; at least 1."""
+        """Return the number of tokens until begin() returns true (or apply(), if scores are `due`); at least 1."""
         return max(1, (self.lag if due else self.interval) - self._n)
 
     def apply(self) -> bool:

@@ -1,4 +1,4 @@
-"""Scorers: they rate how much each chunk matters now, resident or not; higher is hotter."""
+"""Scorers: they rate how much each chunk matters now, whether it is resident or not. A higher score is hotter."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ class Products(Protocol):
         """Number of scored layers."""
 
     def score(self, layer: int, q: Floats, n: int | None = None) -> Floats:
-        """Return each head's largest product q·k with the rows of a chunk's summary, (n_head, n), for the first n chunks.
+        """Return each head's largest product q·k with the rows of each summary of the first n chunks, (n_head, n) float32.
 
         q: (n_head, n_embd_head_k) queries of a layer. n: None: all chunks.
         """
@@ -62,17 +62,17 @@ class View:
 
     tokens: (n_tokens,) int32.
     chunk: positions in a chunk.
-    touched: the time when each chunk was last written or paged in, (n_chunks,) int64; larger is later.
+    touched: the step at which each chunk was last written or paged in, (n_chunks,) int64; larger is later.
     candidates: the chunks whose score counts, (n_chunks,) bool.
-    queries: of the last token, or of the last tokens of a prompt.
-    summaries: of the scorer's kind; None if it has none.
+    queries: those of the last token, or of the last tokens of a prompt.
+    summaries: those of the scorer's kind; None if it needs none.
     room: the number of candidates that the pool can hold.
     keys: all keys, at the end of a prompt, when there is time to read them; otherwise None.
     each: like `map`, possibly in several threads.
     scales: the factor of q·k before the softmax, for each layer; (): 1/√d.
     n_whole: chunks 0 .. n_whole - 1 have a summary.
-    mass: the attention of each query, (n_query, n_layer, n_piece): its shares in pieces of chunk/EDGE positions, summed over
-        the heads of a layer; after a prompt was read exactly, otherwise None.
+    mass: the attention of each query, (n_query, n_layer, n_piece) float32: its shares in pieces of chunk/EDGE positions, summed
+        over the heads of a layer. It is known after an exact pass, and otherwise None.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -91,7 +91,7 @@ class View:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Ranks chunks. To add one, give any object like this as `policy`, or register an entry point, see docs/SCORERS.md.
+    """Ranks chunks. To add a scorer, give any object like this as `policy`, or register an entry point (docs/SCORERS.md).
 
     name: shown in reports.
     summary: the kind of key summary to keep of each sealed chunk ("centroid:4", "mean", ...); None: none.
@@ -138,11 +138,11 @@ UNSCORED = (Lru.name, Fresh.name)
 """Policies whose chunks are not scored between tokens."""
 CENTROIDS = "centroid:4"
 FADES = 0.8
-"""While decoding, a chunk's score never falls below this fraction of its last one: an answer may come back to it."""
+"""While decoding, a chunk's score never falls below this fraction of its last one, because an answer may come back to the chunk."""
 MOST_LAYERS = 24
-"""The most layers that policy qk scores: of more, it takes every second one, or every third."""
+"""How many layers policy qk scores, at most. If there are more, it scores every second one, or every third."""
 GRAIN = 1 << 20
-"""Products for which another thread is worthwhile: about 0.1 ms of work."""
+"""How many products make another thread worthwhile: about 0.1 ms of work."""
 EDGE = 4
 """Each border of a chunk is 1/EDGE of its keys."""
 LENT = 0.5
@@ -204,7 +204,10 @@ def _attended(view: View, mass: Floats) -> Scores:
 
 
 def _lend(view: View, scores: Scores, chunks: npt.NDArray[np.int64], first: Floats, last: Floats) -> None:
-    """Raise scores of candidates that adjoin some chunks to LENT times the mass at the border. Changes `scores`."""
+    """Raise the scores of candidates beside `chunks` to at least LENT times the mass at their common border. Changes `scores`.
+
+    first, last: the mass of each chunk's first and last keys, (len(chunks),).
+    """
     for edges, there in ((first, chunks - 1), (last, chunks + 1)):
         found = (there >= 0) & (there < len(scores))
         found[found] = view.candidates[there[found]]
@@ -212,8 +215,8 @@ def _lend(view: View, scores: Scores, chunks: npt.NDArray[np.int64], first: Floa
 
 
 def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Sequence[float], n: int) -> Floats:
-    """Return the mass in each layer, (n_layer, n). Uses few threads, because handing a layer to a thread can take longer than
-    its products.
+    """Return the mass of the first n chunks in each layer, (n_layer, n). Uses few threads, because handing a layer to a thread can
+    take longer than its products.
     """
     n_layer = len(queries)
     work = n * sum(q.size for q in queries)
@@ -230,8 +233,8 @@ def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Seq
 def _closer(
     view: View, keys: AllKeys, queries: Sequence[Floats], scales: Sequence[float], scores: Scores, n: int
 ) -> None:
-    """Replace the n best scores by the exact mass: its softmax is over all keys of these chunks and of all non-candidates. Scales
-    the other scores to stay below.
+    """Replace the n best scores by the exact mass, whose softmax is over all keys of these chunks and of all non-candidates. Scale
+    the other scores so that they stay below. Changes `scores`.
     """
     n_best = min(n, int(np.count_nonzero(view.candidates)))
     best = np.sort(np.argsort(-scores, kind="stable")[:n_best])
@@ -256,7 +259,7 @@ def _closer(
 
 
 HALO = 0.5
-"""The most standard deviations by which a chunk's score may be below its neighbour's."""
+"""How far a chunk's score may be below its better neighbour's, in standard deviations."""
 
 
 class ZMax:
@@ -286,7 +289,7 @@ class ZMax:
 
 
 class QkCos:
-    """The published formula, as a control: mean over layers of the maximum over heads of cos(Q, the chunk's mean K).
+    """The published formula, as a control: the mean over layers of the maximum over heads of cos(Q, the chunk's mean K).
 
     A chunk without a summary scores -2, below any cosine.
     """
@@ -322,7 +325,7 @@ def faded(now: Scores, before: Scores) -> Scores:
 
 
 def n_queries(query: str) -> int | None:
-    """Return the number of last tokens whose queries a scorer needs; None: all of the question's. Raises UsageError."""
+    """Return the number of last tokens whose queries a scorer needs; None: all tokens of the question. Raises UsageError."""
     match = re.fullmatch(r"question|last(?::([1-9]\d{0,2}))?", query)
     if match is None:
         msg = f"{query!r} is not a choice of queries: give last, last:N (1 to 999) or question"

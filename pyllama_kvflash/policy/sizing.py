@@ -9,11 +9,11 @@ from pyllama_kvflash.policy.fresh import Heads
 CELLS = 256  # llama.cpp widens the attention in steps of 256 cells
 AUTO_CAP = 16_384  # tokens; a larger pool costs decode speed and gains little
 AUTO_FULL = 32_768  # tokens; with a pool and codes of 4 bits a GPU decodes 1.3 times as fast as with the full f16 cache at 64K, 1.8 times at 128K
-HOST_CAP = 4096  # most tokens of an automatic pool without a GPU: each attended token costs CPU time
+HOST_CAP = 4096  # tokens of the largest automatic pool without a GPU: each attended token costs CPU time
 HOST_FULL = (
     1 << 30
-)  # without a GPU, most bytes of an automatic full cache: it is allocated at once, a pool's records as text grows
-BATCH = 2048  # tokens; llama.cpp's own default, larger batches gain nothing
+)  # bytes of the largest automatic full cache without a GPU: it is allocated at once, a pool's records as text grows
+BATCH = 2048  # tokens; llama.cpp's own default: larger batches gain nothing
 LEAST_PANES = 2  # one layer's rows, and the next layer's, which are being copied
 SINKS = 1  # first chunks that are never evicted: attention sinks are in the first few tokens
 SPARE_BLOCKS = 2  # blocks that must stay evictable so that paging never deadlocks
@@ -49,8 +49,8 @@ class Geometry:
     def panes_by_device(
         self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int, n_pane: int
     ) -> dict[int, int]:
-        """Return the bytes of n_pane panes per position on each device. Its layers take turns in the panes, each as large as the
-        largest rows.
+        """Return the bytes per position of n_pane panes on each device, by device index. The device's layers take turns in the panes,
+        so each pane is as large as the largest rows.
         """
         res: dict[int, int] = {}
         devices = self.devices or (0,) * len(self.rows)
@@ -96,7 +96,7 @@ class PoolShape:
         return self.n_seq * (self.sinks + self.tail) + self.pinned + SPARE_BLOCKS
 
     def floor(self, n_batch: int = 0) -> int:
-        """Return the smallest pool in cells, in steps of 256, for batches of n_batch tokens; 0: of one chunk."""
+        """Return the smallest pool in cells, in steps of 256, for batches of n_batch tokens; 0: for batches of one chunk."""
         batch_blocks = -(-(n_batch or self.chunk) // self.chunk) + 1  # a batch may begin within a chunk
         return whole_cells((self.kept + max(self.n_seq, batch_blocks)) * self.chunk)
 
@@ -149,8 +149,8 @@ def full_cache(memory: Sequence[DeviceBytes], n_ctx: int) -> tuple[bool, str]:
     if n_ctx <= AUTO_FULL:
         return True, f"auto: the full cache of {n_ctx:,} tokens fits, with {size}"
     return False, (
-        f"auto: the full cache of {n_ctx:,} tokens would fit, with {size}; a pool decodes faster, by more as the context grows, and long"
-        " answers are further from the full cache's (`pool` off)"
+        f"auto: the full cache of {n_ctx:,} tokens would fit, with {size}; a pool decodes faster, and the gain grows with the context,"
+        " but long answers are further from the full cache's (`pool` off)"
     )
 
 
@@ -167,9 +167,9 @@ def resolve_pool(
 
     floor: the fewest cells of a pool.
     memory: the devices that hold it, for "auto".
-    cap: the most tokens of an automatic pool, which excludes the full cache; None: AUTO_CAP, or HOST_CAP on the host, or the full
-        cache.
-    keep: make a pool even if it covers the context, but no larger than that.
+    cap: the largest automatic pool, in tokens; a cap rules the full cache out. None: the full cache, or a pool of at most AUTO_CAP
+        tokens (HOST_CAP without a GPU).
+    keep: make a pool even if it covers the context, but no larger than the context.
     """
     if request == "off":
         return PoolSize(None)
@@ -209,7 +209,7 @@ def resolve_pool(
 
 
 def most_cells(request: int | str, *, n_ctx: int, floor: int, cap: int | None = None) -> int:
-    """Return the most cells of a pool that resolve_pool() can give for a request other than "off", with unlimited memory."""
+    """Return the cells of the largest pool that resolve_pool() can return for a request other than "off", with unlimited memory."""
     wanted = (
         min((cap or AUTO_CAP) // CELLS * CELLS, whole_cells(n_ctx)) if request == "auto" else whole_cells(int(request))
     )
@@ -229,10 +229,10 @@ def n_panes(
 ) -> int:
     """Return the number of panes of an exact pass: the request, if it is not 0.
 
-    The default is LEAST_PANES, because copies cost no time while a prompt is read. More panes, within half of (free - reserve -
-    codes) on each device, in these cases:
-    - an automatic pool: if all layers fit, the most that, with n_pool tokens, codes and buffers, do not exceed the full
-      cache;
+    The default is LEAST_PANES, because copies cost no time while a prompt is read. There are more panes, within half of (free -
+    reserve - codes) on each device, in these cases:
+    - an automatic pool: if all layers fit, as many panes as do not exceed the full cache together with n_pool tokens, codes and
+      buffers;
     - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed, or as many as fit, since each one
       saves time. For a pool of a given size this holds only if all KV is on the host;
     - RPC servers: as for `lossless`, with any pool, since each batch would send the whole text through the network.

@@ -12,10 +12,12 @@ from pyllama_kvflash.pool.sequence import PooledSequence
 
 MOST = 16  # checkpoints per sequence
 _EVERY = 4096  # tokens between checkpoints at the ends of batches
-_CUT_EVERY = 4096  # tokens between cuts of a batch at the end of a chunk: its second half reads the whole KV again
+_CUT_EVERY = (
+    4096  # tokens between cuts of a batch at the end of a chunk: the batch's second part reads the whole KV again
+)
 _NEWEST = 2  # the newest checkpoints are never evicted: an agent mostly goes back to one of them
-_NEAREST = 64  # tokens; distances to the end below this count alike
-_SAVED = 4  # most checkpoints in a snapshot; one takes some 150 MiB for a 27B model
+_NEAREST = 64  # tokens; shorter distances to the end count as this one
+_SAVED = 4  # checkpoints in a snapshot, at most; one takes some 150 MiB for a 27B model
 
 
 class Checkpoints:
@@ -42,10 +44,11 @@ class Checkpoints:
     #
 
     def stops(self, n: int, marks: Sequence[int], n_tail: int = 0) -> list[int]:
-        """Return where checkpoints are due among the next n tokens, as numbers of tokens in ascending order.
+        """Return where checkpoints are due among the next n tokens, as numbers of tokens before them, in ascending order.
 
-        marks: positions, in ascending order, where another text may diverge from this one. The last mark is used, earlier ones at
-        least n_ubatch apart and, in a new text, the first. Each cuts a batch. n_tail: tokens at the end that are not cut.
+        marks: positions, in ascending order, where another text may diverge from this one. Checkpoints are due at the last mark, at
+        earlier ones that are at least n_ubatch tokens apart and, in a new text, at the first. Each one cuts a batch. n_tail: tokens
+        at the end that no checkpoint may cut.
         """
         start, options = self._sequence.n_tokens, self._sequence.options
         if not self.kept:
@@ -64,14 +67,12 @@ class Checkpoints:
         return sorted({pos - start for pos in taken if pos >= max(start, 1)})
 
     def make(self) -> None:
-        """Make a checkpoint of the current state."""
+        """Make a checkpoint at the current position."""
         sequence = self._sequence
         if not self.kept or not sequence.n_tokens:
             return
         sequence.recover()
-        if (
-            state := sequence.ctx.save_partial()
-        ):  # it is empty where llama.cpp's memory is of a class that cannot be pooled
+        if state := sequence.ctx.save_partial():  # empty if the class of llama.cpp's memory cannot be pooled
             self._states.pop(sequence.n_tokens, None)
             self._states[sequence.n_tokens] = state
             self._evict()
@@ -94,12 +95,12 @@ class Checkpoints:
         return max((pos for pos in self._states if pos <= n_tokens), default=0)
 
     def reach(self, n_tokens: int) -> int:
-        """Return how many positions certainly remain after going back to n_tokens."""
+        """Return how many positions are sure to remain when the sequence is rolled back to n_tokens or a checkpoint before."""
         stays = n_tokens == self._sequence.n_tokens or not self._sequence.stateful
         return n_tokens if stays else self.before(n_tokens)
 
     def go_back(self, n_tokens: int) -> None:
-        """Roll the sequence back to the checkpoint at n_tokens positions. Raises as PooledSequence.rollback()."""
+        """Roll the sequence back to the checkpoint at n_tokens positions. Raises the errors of PooledSequence.rollback()."""
         self._sequence.rollback(n_tokens, self._states[n_tokens])
 
     def truncate(self, n_tokens: int) -> None:
@@ -127,13 +128,14 @@ class Checkpoints:
 
 
 def least(positions: Sequence[int], spared: Sequence[int] = ()) -> int:
-    """Return the position of the least useful checkpoint, the oldest if several are equal. positions: in ascending order.
+    """Return the position of the least useful checkpoint, the oldest of several equal ones. positions: in ascending order.
 
-    spared: evicted only if no other checkpoint is old enough. A snapshot can be cut there; without it the next batch would be cut.
+    spared: positions returned only if no other checkpoint is old enough. A snapshot can be cut there. Without such a checkpoint, the
+    next batch would be cut to make another.
 
-    Texts mostly diverge near the end: the distance from the end is taken as log-uniform. The next prompt diverges between this
-    position and the next one with a probability of log(distance of this one from the end / distance of the next one). Without
-    this checkpoint, it is read from the one before.
+    The distance from the end at which the next prompt diverges is taken as log-uniform, because texts mostly diverge near the end.
+    So the prompt diverges between a checkpoint and the next one with a probability proportional to log(distance of the checkpoint
+    from the end / distance of the next one). If the checkpoint is evicted, such a prompt is read from the one before.
     """
     end = positions[-1] + _NEAREST
     old = range(max(1, len(positions) - _NEWEST))

@@ -16,11 +16,11 @@ from pyllama_kvflash.policy.scorers import EDGE
 _MOST_AHEAD = 3  # see ExactContext.wait_whole()
 
 Beside = Callable[[Callable[[], bool]], None]
-"""Runs while a batch is computed. Its argument is a function that returns whether the batch is done."""
+"""Work to do while a batch is computed. Its argument is a function that returns whether the batch is done."""
 
 
 class ExactReader:
-    """Decodes for all sequences of a pool, one after the other.
+    """Decodes exact batches for all sequences of a pool, one sequence at a time.
 
     Recurrent states and sliding windows belong to the pooled context. They are copied into the paned context before a batch,
     unless the last batch left them there, and copied back after it.
@@ -29,9 +29,9 @@ class ExactReader:
     def __init__(self, ctx: ExactContext) -> None:
         self.ctx = ctx
         self._seq: int | None = None  # the sequence whose rows and state the panes hold
-        self._end = -1  # the position of that state; -1: none
+        self._end = -1  # the number of positions before that state; -1: no state
         self._ahead = False  # batches are under way
-        self.n_whole = 0  # the last batch's sequence: positions, from the first, already in its records
+        self.n_whole = 0  # how many positions of the last batch's sequence are already in its records
         self._computing: Future[None] | None = None  # a batch that a thread computes
         self._thread = ThreadPoolExecutor(1, "kvflash-check")
 
@@ -42,7 +42,7 @@ class ExactReader:
         self.ctx.close()
 
     def finish(self) -> None:
-        """Wait for the batches under way: then all records are whole. Harmless when repeated."""
+        """Wait for the batches under way, so that all records are complete. Harmless when repeated."""
         if self._computing:
             wait([self._computing])
             self._computing = None
@@ -52,12 +52,12 @@ class ExactReader:
 
     @property
     def n_batch(self) -> int:
-        """The most tokens of a batch."""
+        """The largest batch, in tokens."""
         return self.ctx.n_ubatch
 
     @property
     def streams(self) -> bool:
-        """Whether a batch mostly waits for the bus. Unknown before the first batch."""
+        """Whether layers are streamed, so that a batch mostly waits for the bus. Not known before the first batch."""
         info = self.ctx.pane_info()
         return info.n_stream > 0 and info.n_pane < info.n_layer
 
@@ -67,7 +67,7 @@ class ExactReader:
         return self.ctx.pane_info().bytes
 
     def take_over(self, pool: Context, n_tokens: int) -> None:
-        """Take over the state of the pool's sequence, which has n_tokens positions. Harmless when repeated."""
+        """Copy the state of the pool's sequence, which has n_tokens positions, into the paned context. Harmless when repeated."""
         own = self._own(pool.seq)
         if self._end != n_tokens:
             own.take_partial(pool, n_tokens)
@@ -87,13 +87,13 @@ class ExactReader:
         """Decode tokens (n,) int32 at positions start, start + 1, ... of a sequence of the pool.
 
         records: see ExactContext.decode_into. The pool's sequence gets the logits and queries of the last token.
-        more: another batch follows. One batch more than there are devices is then under way: each device computes one, and none
+        more: another batch follows. One batch more than there are devices is then under way, so each device computes one, and none
         waits for the host (the pipeline of GPipe, arXiv 1811.06965, as in llama.cpp).
-        beside: runs meanwhile, on the pool. Raises its errors, Interrupted and NativeError.
+        beside: work for the pool to do meanwhile. Raises the errors of that work, Interrupted and NativeError.
         """
         self.take_over(pool, start)
         own = self._own(pool.seq)
-        self._end = -1  # until it is whole
+        self._end = -1  # until the batch is complete
         self._ahead = True
         place = pool, tokens, start, records, outputs
         if beside:
@@ -108,7 +108,9 @@ class ExactReader:
             self.finish()
 
     def _compute_beside(self, own: ExactContext, beside: Beside, *place: Any) -> None:
-        """Compute a batch in a thread: launching its transfers takes nearly as long as the transfers."""
+        """Compute a batch in a thread, and run `beside` meanwhile. The thread is needed because launching the batch's transfers takes
+        nearly as long as the transfers.
+        """
 
         def whole() -> None:
             own.pace(paced=True)
@@ -127,10 +129,11 @@ class ExactReader:
     def look(
         self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], state: StateBytes
     ) -> npt.NDArray[np.float32]:
-        """Decode again tokens (n,) int32 of the pool's sequence, at positions start, start + 1, ...
+        """Decode tokens (n,) int32 of the pool's sequence once more, at positions start, start + 1, ... Returns their logits,
+        (n, n_vocab) float32. The sequence keeps its own logits and queries.
 
         records: as for decode(); the records from `start` on are overwritten. state: the result of save_partial() at `start`.
-        Returns their logits, (n, n_vocab). The sequence keeps its own logits and queries. Raises as decode().
+        Raises Interrupted and NativeError.
         """
         own = self._own(pool.seq)
         self._end = -1
@@ -144,9 +147,9 @@ class ExactReader:
             own.attn_seq_rm(start, -1)
 
     def _own(self, seq: int) -> ExactContext:
-        """Give the context to a sequence, and return that sequence's view of it."""
+        """Give the paned context to a sequence, and return that sequence's view of it."""
         if self._computing and not self._computing.done():
-            self.finish()  # the wait for it was cut off
+            self.finish()  # an earlier wait for it was cut off
         if self._seq not in (None, seq):
             self.ctx.sequence(self._seq).clear()
             self._end = -1
@@ -156,8 +159,8 @@ class ExactReader:
     def keep(self, pool: Context, start: int, n: int, n_batch: int) -> None:
         """Keep only the first n of the n_batch tokens that decode() computed at `start`.
 
-        The tap has only the batch's last tokens, because tapping more would double the cost of attention. If it lacks the last
-        kept token, the first tapped one stands in. Raises UnsupportedError (a state cannot be rolled back).
+        The tap has the queries of the batch's last tokens only, because tapping more would double the cost of attention. If it lacks
+        the last kept token, the first tapped one stands in. Raises UnsupportedError (a state cannot be rolled back).
         """
         own = self.ctx.sequence(pool.seq)
         if n < n_batch:
@@ -167,7 +170,7 @@ class ExactReader:
         pool.computed(own.handle, n, min(n_batch, n + max(0, own.q_tap - 1)))
 
     def attended(self, pool: Context, n_query: int, n_chunks: int) -> npt.NDArray[np.float32]:
-        """Return the attention of the last n_query kept tokens: policy.View.mass for n_chunks chunks."""
+        """Return the attention of the last n_query kept tokens to n_chunks chunks. See policy.View.mass."""
         own, last = self.ctx.sequence(pool.seq), pool.output.last
         return np.stack([own.mass(last + back, n_chunks * EDGE) for back in reversed(range(n_query))])
 
@@ -178,7 +181,7 @@ class ExactReader:
             pool.take_partial(own, n_tokens)
 
     def forget(self, seq: int, n_tokens: int) -> None:
-        """Note that a sequence was cut to its first n_tokens positions, so rows after them are invalid.
+        """Record that a sequence was cut to its first n_tokens positions, so that rows after them are invalid.
 
         Waits for the batches under way; the caller may then free the records.
         """

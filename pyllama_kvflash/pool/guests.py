@@ -1,4 +1,4 @@
-"""Guests: blocks in which each layer holds chunks of its own choice, and the codes that it chooses by.
+"""Guests: blocks in which each layer holds chunks of its own choice, and the codes by which it chooses them.
 
 Native code makes the choice, in the graph. This module decides which chunks have codes, and how many blocks guests have.
 """
@@ -34,7 +34,7 @@ def _memory_for(what: str) -> Iterator[None]:
 
 
 class GuestRoom:
-    """The codes of one sequence's chunks, and its guests. The ledger counts their blocks. A guest is only a copy of a record."""
+    """The codes of one sequence's chunks, and its guests. The ledger counts the guests' blocks. A guest is only a copy of a record."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class GuestRoom:
 
     @property
     def n_coded(self) -> int:
-        """Chunks, from the first, that have codes."""
+        """How many chunks, from the first on, have codes."""
         return self.native.info().n // self._ledger.chunk
 
     def layers(self) -> npt.NDArray[np.float32]:
-        """Return in how many layers each chunk is a guest, (n_chunks,); a layer with part of it counts as that fraction."""
+        """Return in how many layers each chunk is a guest, (n_chunks,) float32. A layer with part of a chunk counts as that fraction."""
         _, units = self.native.tables()
         each = self._ledger.chunk // UNIT
         counts = np.bincount(units[units >= 0] // each, minlength=self._ledger.n_chunks)
@@ -83,7 +83,7 @@ class GuestRoom:
             return
         records = [self._record(c) for c in range(have, n)]
         n_layer = len(self.native.layers)
-        # a GPU has one stream for this, and a call of it takes longer than its work for a chunk
+        # a GPU has one stream for this, and a call takes longer than the GPU's work for a chunk
         each = n_layer if info.device_bytes else 1
         parts = [range(i, i + each) for i in range(0, n_layer, each)]
         with _memory_for(f"the codes of {n * self._ledger.chunk:,} tokens"):
@@ -93,7 +93,7 @@ class GuestRoom:
     def begin_restore(self, n_tokens: int, codes: Callable[[int], Record]) -> None:
         """Begin to restore the codes of the first n_tokens positions, in threads. end_restore() or stop_restore() must follow.
 
-        codes: reads a layer's codes, as saved_codes() gave them, for at least n_tokens positions; called in any thread. Raises
+        codes: returns a layer's codes, as saved_codes() does, for at least n_tokens positions; called in any thread. Raises
         HostMemoryError.
         """
 
@@ -104,13 +104,13 @@ class GuestRoom:
             for layer in range(len(self.native.layers)):
                 self._restoring.append(self._threads.submit(put, layer))
         except RuntimeError as err:
-            msg = f"its codes cannot be put back: {err}"
+            msg = f"its codes cannot be restored: {err}"
             raise HostMemoryError(msg) from None
 
     def end_restore(self, n: int, n_known: int) -> None:
-        """Wait for the codes of the first n chunks, whose records exist.
+        """Wait for the codes of the first n chunks, whose records must exist.
 
-        n_known: chunks that had codes when the last segment began. Raises errors of reading the codes and of filling lent records.
+        n_known: chunks that had codes when the last segment began. Raises the errors of reading codes and of filling lent records.
         """
         with _memory_for("its codes"):
             for put in self._restoring:
@@ -121,7 +121,7 @@ class GuestRoom:
         self._restoring.clear()
 
     def stop_restore(self) -> None:
-        """Cancel the restoring of codes, and wait for its threads. Harmless when repeated."""
+        """Cancel the restoration of codes, and wait for its threads. Harmless when repeated."""
         for put in self._restoring:
             put.cancel()
         wait(self._restoring)

@@ -16,7 +16,7 @@ _GROWTH = 16  # a slab adds at most 1/16 to the memory held, which stays within 
 # bytes of the first and of the largest slab taken in advance; each is twice the one before. An exact pass copies each slab
 # separately, and a full GPU queue (some 1,000 operations) blocks the caller
 _SLAB, _SLAB_MOST = 256 << 20, 2 << 30
-_UNEXPECTED = 32 << 20  # most bytes of an unannounced slab: the caller waits some 10 ms for it
+_UNEXPECTED = 32 << 20  # largest unannounced slab, in bytes: the caller waits some 10 ms for it
 _PAGE = 4096  # a record's rows begin on a page: the bus reads them 10 % faster
 _LARGE = 1 << 20  # smaller records are not aligned: the padding would cost too much
 
@@ -35,9 +35,9 @@ class HostMemory:
     ) -> None:
         """record_bytes: bytes of a record.
         allocate: takes a size and returns an array (size,) uint8, or raises MemoryError; None: plain memory.
-        limit: the most bytes of records; None: no limit.
+        limit: how many bytes of records are allowed; None: no limit.
         meta_bytes: bytes of a record before its rows.
-        spill: like allocate, for records beyond the limit or the available memory; None: these are an error.
+        spill: like allocate, for records beyond the limit or the available memory; None: such records are an error.
         n_growers: threads that allocate announced slabs: the system clears pages at 2 to 5 GB/s a thread.
         """
         self.record_bytes = record_bytes
@@ -45,12 +45,12 @@ class HostMemory:
         page = _PAGE if record_bytes >= _LARGE else 1
         self._lead = -meta_bytes % page
         self._pitch = -(-(self._lead + record_bytes) // page) * page
-        self._allocate = allocate or (lambda size: np.full(size, 0, np.uint8))  # full: committed now
+        self._allocate = allocate or (lambda size: np.full(size, 0, np.uint8))  # full() commits the memory now
         self._limit = limit
         self._held: list[tuple[Record, Sequence[object]]] = []
         self._slabs: list[Record] = []
-        # a heap: taking the lowest place keeps neighbouring chunks adjacent, even among freed places, so that one copy moves
-        # several. Chunk by chunk, a bus reaches a fifth of its speed
+        # a heap: taking the lowest place keeps neighbouring chunks adjacent, even in freed places, so that one copy moves several
+        # chunks. One by one, they would use a fifth of the bus's speed
         self._free: list[tuple[int, Record]] = []
         self._grower = ThreadPoolExecutor(n_growers, "kvflash-host")
         self._growing: deque[tuple[int, Future[Record]]] = deque()
@@ -109,7 +109,7 @@ class HostMemory:
     def expect(self, n: int) -> None:
         """Announce n more places; threads allocate slabs for them.
 
-        Raises HostMemoryError if they exceed the limit. If memory runs out, reserve() raises it.
+        Raises HostMemoryError if they exceed the limit. If memory runs out, it is reserve() that raises this error.
         """
         self.check_limit(n)
         n = self._within(n)
@@ -173,7 +173,7 @@ class HostMemory:
         if self._limit is not None and need > self._limit and not self._spill:
             msg = (
                 f"{counted(self.n_used + n, 'chunk record')} {'takes' if self.n_used + n == 1 else 'take'} {_size(need)} of host"
-                f" memory, and {_size(self._limit)} are allowed: raise `host_limit`, have the rest in a file (`disk`), use a shorter context"
+                f" memory, and {_size(self._limit)} are allowed: raise `host_limit`, keep the rest in a file (`disk`), use a shorter context"
                 " or a smaller cache type (`type_k`, `type_v`)"
             )
             raise HostMemoryError(msg)

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pyllama_kvflash.pool.host_memory import HostMemory, Record
 
 Fill = Callable[[Record], None]
-"""Fills a place with its checked record, unless that is there. If it raises, there is no record. For any thread."""
+"""Fills a place with its record, and checks the record, unless that is done. If it raises, the place holds no valid record. Any
+thread may call it."""
 
 
 @dataclass(slots=True)
 class Stored:
     """A record at its place (record_bytes,) uint8, with its checksum once that is known.
 
-    fill: fills the place; None: it is filled.
-    ahead: the call of `fill` in a thread, if one was begun.
+    fill: fills the place; None: the place is filled.
+    ahead: the call of `fill` in a thread, if there is one.
     """
 
     record: Record
@@ -25,13 +26,13 @@ class Stored:
     ahead: Future[None] | None = None
 
     def see(self) -> None:
-        """Fill the place, if it is not filled yet. Raises the errors of `fill`. For any thread."""
+        """Fill the place, if it is not filled yet. Raises the errors of `fill`. Any thread may call this."""
         if (fill := self.fill) is not None:
             fill(self.record)
             self.fill = None
 
     def summed(self, compute: Callable[[Record], bytes]) -> bytes:
-        """Return the checksum of the record, computed once. For any thread."""
+        """Return the checksum of the record, computed once. Any thread may call this."""
         if self.checksum is None:
             self.checksum = compute(self.record)
         return self.checksum
@@ -76,22 +77,22 @@ class HostStore:
         return len(self._entries) * self.record_bytes
 
     def put(self, chunk: int) -> Record:
-        """Return the place (record_bytes,) uint8 of a chunk's record, for the caller to fill; take one if it has none."""
+        """Return the place (record_bytes,) uint8 of a chunk's record, for the caller to fill. Takes a place if the chunk has none."""
         if chunk not in self._entries:
             self._entries[chunk] = Stored(self.memory.take())
         return self._entries[chunk].record
 
     def lend(self, chunk: int, known: bytes, fill: Fill) -> None:
-        """Take a place for a record that lies elsewhere, such as in a file. `fill` copies it when it is first used.
+        """Take a place for a record that lies elsewhere, such as in a file. `fill` copies the record when it is first used.
 
-        known: the checksum of the record. Raises HostMemoryError as HostMemory.take().
+        known: the checksum of the record. Raises HostMemoryError.
         """
         entry = self._entries[chunk] = Stored(self.memory.take(), fill, known)
         if self._ahead:
             self._begin(self._ahead, entry)
 
     def get(self, chunk: int) -> Record:
-        """Return the record of a chunk in the store. Raises the errors of `fill` for a lent one. For any thread."""
+        """Return the record of a chunk in the store. Raises the errors of `fill` for a lent record. Any thread may call this."""
         entry = self._entries[chunk]
         if entry.fill is not None:
             if entry.ahead is None or entry.ahead.cancel():
@@ -101,17 +102,17 @@ class HostStore:
         return entry.record
 
     def stored(self, chunk: int) -> Stored:
-        """Return a record with its checksum and state. Call see() before using it, in any thread."""
+        """Return the entry of a chunk in the store. Call its see() before using the record, in any thread."""
         return self._entries[chunk]
 
     def first(self, n: int) -> list[Record]:
-        """Return the records of the first n chunks, as get() does; all must be in the store. Threads read lent ones."""
+        """Return the records of the first n chunks, as get() does. All must be in the store. Threads read the lent ones."""
         self.read_ahead()
         return [self.get(chunk) for chunk in range(n)]
 
     def read_ahead(self) -> None:
-        """Read lent records ahead, in threads, because all will be used. Records lent later are read as soon as lend() is
-        called. get() raises the errors.
+        """Read all lent records ahead, in threads. Records lent later are read as soon as lend() is called. get() raises the
+        errors.
         """
         if self._ahead is None:
             self._ahead = ThreadPoolExecutor(self._n_readers, "kvflash-read")
@@ -131,7 +132,7 @@ class HostStore:
     def forget(self, first: int) -> None:
         """Forget the records of chunk `first` and all later ones, and free their places."""
         if first == 0 or any(c >= first and entry.fill for c, entry in self._entries.items()):
-            self._stop_reading()  # else a thread might write to a place that another record has taken
+            self._stop_reading()  # otherwise a thread might write to a place that another record has taken
         for chunk in [c for c in self._entries if c >= first]:
             self.memory.give(self._entries.pop(chunk).record, self._holders)
 

@@ -1,6 +1,6 @@
 """The moves of a sequence's chunks between the pool and the host store.
 
-A move takes effect at once: the next batch sees it. A GPU makes the copy by itself, and the batch waits for it there.
+A move takes effect at once: the next batch sees it. A GPU copies asynchronously, and the batch waits for the copy there.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from pyllama_kvflash.pool.residency import held, resident
 
 
 class Moves:
-    """Moves the chunks of one sequence. A cut-off move leaves the pool and the ledger apart by one chunk, until shed() and fill().
+    """Moves the chunks of one sequence. After a cut-off move, the pool and the ledger may differ by one chunk until shed() and fill().
 
     n_out and n_in count moves since the last clear().
     """
@@ -41,16 +41,16 @@ class Moves:
             self.n_in += 1
 
     #
-    # make the pool follow the ledger: after an exact pass, and after a step that was cut off
+    # make the pool agree with the ledger: after an exact pass, and after a step that was cut off
     #
 
     def shed(self) -> None:
-        """Evict chunks from the pool that the ledger does not call resident."""
+        """Drop the chunks in the pool that the ledger does not call resident."""
         for chunk in held(self._ctx).keys() - resident(self._ledger):
             self._ctx.drop(chunk)
 
     def refill(self, chunks: Iterable[int]) -> None:
-        """Copy these chunks into the pool anew, as fill() does; a chunk in the pool leaves its block first."""
+        """Copy these chunks into the pool anew, as fill() does. A chunk that is there already leaves its block first."""
         wanted, there = list(chunks), held(self._ctx)
         for chunk in wanted:
             if chunk in there:
@@ -64,4 +64,4 @@ class Moves:
             self._ctx.page_in(chunk, self._records.get(chunk))
         if filled:
             self._ctx.attn_seq_rm(self._ledger.n_tokens, -1)  # rejected tokens of a batch
-            self._ctx.wait()  # the record of a partly filled chunk goes next
+            self._ctx.wait()  # the record of a partly filled chunk may be freed next

@@ -1,6 +1,6 @@
-"""The pager: applies decisions of `policy` to the native pool and the host store, and keeps the three consistent.
+"""The pager: applies decisions of `policy` to the native pool and the host store, and keeps both consistent with the ledger.
 
-It waits for a copy only if the computation needs it. A full chunk is written back while the next batch is computed, and then
+It waits for a copy only if the computation needs the copy. A full chunk is written back while the next batch is computed, and then
 summarised in a thread. `moves` brings chunks in and drops them.
 """
 
@@ -25,7 +25,7 @@ from pyllama_kvflash.pool.shared import Shared
 from pyllama_kvflash.pool.summariser import Summariser
 
 _NOTHING = Plan()
-_MOST_READERS = 32  # threads that read records: more than a machine's memory can feed
+_MOST_READERS = 32  # threads that read records; fewer already use all of a machine's memory bandwidth
 
 
 class Pager:
@@ -36,10 +36,10 @@ class Pager:
     """
 
     def __init__(self, ctx: Context, options: Options, shared: Shared, summary: str | None) -> None:
-        """ctx: this sequence's view of the context. The pagers of a pool are made in the order of their sequences.
-        summary: the kind of key summaries that the scorer needs of sealed chunks; None: it needs none.
+        """ctx: this sequence's view of the context. Make the pagers of a pool in the order of their sequences.
+        summary: the kind of key summaries of sealed chunks that the scorer needs; None: it needs none.
 
-        Raises UnsupportedError if these keys cannot be summarised.
+        Raises UnsupportedError if the model's keys cannot be summarised.
         """
         self.n_stored = 0
         self.records = HostStore(shared.memory, min(_MOST_READERS, cores()))
@@ -71,8 +71,8 @@ class Pager:
     #
 
     def close(self) -> None:
-        """End copies and threads, and free the records."""
-        with suppress(DeviceLostError):  # its copies have ended
+        """Wait for the copies, end the threads, and free the records."""
+        with suppress(DeviceLostError):  # the copies of a lost device have ended
             self.ctx.wait()
         self._summariser.close()
         if self.guests:
@@ -80,11 +80,11 @@ class Pager:
         self.records.close()
 
     def check_limit(self, n_tokens: int) -> None:
-        """Raise HostMemoryError unless a text of n_tokens, in place of this one, fits the limit of host memory."""
+        """Raise HostMemoryError unless a text of n_tokens, if it replaced this one, fits the limit of host memory."""
         self.shared.memory.check_limit(n_tokens // self.ledger.chunk - len(self.records))
 
     def expect(self, n_tokens: int) -> None:
-        """Announce n_tokens more positions: host memory for them is taken meanwhile. Raises HostMemoryError."""
+        """Announce n_tokens more positions: threads allocate host memory for them. Raises HostMemoryError."""
         n_full = self.ledger.n_sealed + self.ledger.seals(n_tokens)
         self.shared.memory.expect(n_full - len(self.records))
         self._summariser.expect(n_full)
@@ -92,8 +92,8 @@ class Pager:
     def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0), *, seals: bool = True) -> Plan:
         """Free blocks for the chunks that a batch begins, and reserve host memory for the chunks that it seals.
 
-        n_tokens: tokens of the batch. taken: blocks, and records, that other sequences of the batch take. seals: False if the
-        batch seals no chunk. Returns the moves. Raises PoolError and HostMemoryError; nothing has moved then.
+        n_tokens: tokens of the batch. taken: the numbers of blocks and of records that other sequences of the batch take. seals:
+        False if the batch seals no chunk. Returns the moves. Raises PoolError and HostMemoryError; nothing has moved then.
         """
         ledger = self.ledger
         last = ledger.n_tokens % ledger.chunk  # positions of the chunk that is being written
@@ -113,8 +113,8 @@ class Pager:
 
         passing: the tokens before them were also computed outside, and are not in the pool yet.
 
-        Returns the moves, and the records (record_bytes,) uint8 of all chunks up to the last one of these tokens. Records of
-        earlier positions are complete, or will be; the caller writes the others. Raises PoolError and HostMemoryError; nothing
+        Returns the moves, and the records (record_bytes,) uint8 of all chunks up to the last of these tokens. The records of
+        earlier positions are complete, or will be. The caller writes the others. Raises PoolError and HostMemoryError; nothing
         has moved then.
         """
         self._arrived(len(self._reads))  # summaries of the previous batch are made during this one
@@ -130,18 +130,18 @@ class Pager:
             begins = c not in self.records
             records.append(self.records.put(c))
             if begins and (c + 1) * ledger.chunk > end:
-                records[-1][:] = 0  # the pool gets all of it, and attention on a GPU multiplies masked NaN by 0
+                records[-1][:] = 0  # the pool gets the whole record, and attention on a GPU multiplies masked NaN by 0
         if ledger.n_tokens % ledger.chunk and not passing:
             self.ctx.read(first, records[first])
         return plan, records
 
     def passed(self, n_tokens: int) -> None:
-        """Begin to summarise the first n_tokens positions, which were computed outside the pool; their records are complete."""
+        """Begin to summarise the first n_tokens positions, which were computed outside the pool. Their records must be complete."""
         self._summariser.begin(n_tokens // self.ledger.chunk)
         self._summariser.collect()
 
     def copies(self, start: int, n_tokens: int) -> list[Record]:
-        """Return the records of all chunks up to position start + n_tokens - 1. Those from start's chunk on are copies."""
+        """Return the records of all chunks up to position start + n_tokens - 1. Those from the chunk of start on are copies."""
         self.wait_stored()
         first, end = start // self.ledger.chunk, -(-(start + n_tokens) // self.ledger.chunk)
         res = self.records.first(first)
@@ -194,14 +194,14 @@ class Pager:
         self.wait_stored()
         if self.guests and self.guests.chooses:
             self.guests.resize(0)
-        there = list(held(self.ctx))  # block by block
+        there = list(held(self.ctx))  # in the order of blocks
         if there != sorted(there) or self.ctx.block_of(there[-1]) != len(there) - 1:
             self.moves.refill(there)
         self.host(0)
 
     def host(self, n_free: int) -> Plan:
-        """If a chunk is out, make codes of all sealed chunks, and give guests all blocks except the protected ones and
-        n_free. Returns the evictions.
+        """If a chunk is out, make codes of all sealed chunks. If layers choose guests, give these all blocks except the protected
+        chunks' and n_free others. Returns the evictions.
         """
         guests, ledger = self.guests, self.ledger
         if guests is None or np.all(ledger.resident):
@@ -219,19 +219,19 @@ class Pager:
 
     @property
     def _uncovered(self) -> bool:
-        """Whether a chunk without codes is out: no layer could attend to it."""
+        """Whether a chunk that is out has no codes, so that no layer could attend to it. False if the pool has no codes."""
         if self.guests is None:
             return False
         return not np.all(self.ledger.resident[self.guests.native.info().n // self.ledger.chunk :])
 
     def fitting(self, n_tokens: int) -> int:
-        """Return how many of n_tokens fit one batch that evicts no more chunks than its first token does."""
+        """Return how many of n_tokens fit a batch that evicts no more chunks than its first token alone."""
         ledger = self.ledger
         n_new = max(ledger.n_free, ledger.new_chunks(1))
         return min(n_tokens, (ledger.n_chunks + n_new) * ledger.chunk - ledger.n_tokens)
 
     def written(self, n_tokens: int) -> None:
-        """Record that the first n_tokens of a batch are accepted. Full chunks begin to be written back, and may be evicted."""
+        """Record that the first n_tokens of a batch are accepted. Begin to write back full chunks, which may be evicted from now on."""
         n_earlier, n_sealed = len(self._reads), self.ledger.n_sealed
         self.ledger.write(n_tokens)
         if self.ledger.n_sealed > n_sealed:
@@ -241,21 +241,21 @@ class Pager:
 
     @property
     def n_whole(self) -> int:
-        """Chunks, from the first, whose records are complete. Their summaries are made, or being made."""
+        """How many chunks, from the first on, have complete records. Their summaries are made, or being made."""
         return self._reads[0][0] if self._reads else self.ledger.n_sealed
 
     @property
     def summaries(self) -> Summaries | None:
-        """Summaries of the keys of sealed chunks, the last ones perhaps unfinished; None if the scorer needs none."""
+        """Summaries of the keys of sealed chunks; None if the scorer needs none. The last ones may still be unfinished."""
         return self._summariser.summaries
 
     @property
     def summarising(self) -> list[Future[None]]:
-        """Summaries that are being made."""
+        """The summaries that are being made."""
         return self._summariser.pending
 
     def summarise(self, kind: str | None) -> None:
-        """Keep summaries of this kind from now on, starting with the stored records. None: keep none.
+        """Keep summaries of this kind from now on, and make those of the stored records at once. None: keep none.
 
         Raises UnsupportedError (the model's keys have an unsupported form) and HostMemoryError.
         """
@@ -305,7 +305,7 @@ class Pager:
         """Make the chunks with the highest scores (n,) float64 resident; NaN: not a candidate. Returns the plan.
 
         n_free: blocks to leave free.
-        n_most: the most chunks to page in; None: no limit.
+        n_most: how many chunks to page in at most; None: no limit.
         """
         self.ledger.rate(scores)
         plan = reselect(self.ledger, n_free, n_most)
@@ -319,8 +319,8 @@ class Pager:
     def rolled_back(self, n_tokens: int) -> Plan:
         """Forget positions from n_tokens on, which were removed from the cache, and page in the new tail.
 
-        If n_tokens is within a chunk, that chunk is paged in from its record and then cut; once full again, it is sealed anew.
-        Returns all moves.
+        If n_tokens is within a chunk, that chunk is cut, after it was paged in if it was out. It is sealed anew once it is full
+        again. Returns all moves.
         """
         ledger = self.ledger
         self.wait_stored()
@@ -352,7 +352,7 @@ class Pager:
         self.n_stored = 0
 
     def reconcile(self, n_tokens: int) -> None:
-        """After a step was cut off with n_tokens positions kept, make the pool agree with the ledger, and seal full chunks."""
+        """After a cut-off step that left n_tokens positions, make the pool agree with the ledger, and seal full chunks."""
         ledger = self.ledger
         if self.guests:
             self.guests.reconcile()
@@ -382,7 +382,7 @@ class Pager:
         self._check(chunk)
         self.wait_stored()
         self.apply(bring_in(self.ledger, [chunk]))
-        self.ledger.unrate(chunk)  # the caller wants it to stay
+        self.ledger.unrate(chunk)  # an old score might evict it soon
 
     def page_in_all(self) -> None:
         """Page in all chunks. Raises PoolError."""

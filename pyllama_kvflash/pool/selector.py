@@ -19,7 +19,7 @@ from pyllama_kvflash.pool.pager import Pager
 
 COPIED = 32e9
 """Approximate bytes per second to a device: PCIe 4."""
-_LAYER_THREADS = 8  # more would only wait for memory
+_LAYER_THREADS = 8  # more threads would only wait for memory
 _N_FREE = 1  # blocks that a choice leaves free, for the next token
 
 Scored = tuple[Scores, float]
@@ -39,7 +39,7 @@ class Selector:
         self._on_cpu = not ctx.pinned  # scoring then competes with decoding
         self._again = (
             options.again if goes_back and options.spec is None else 0.0
-        )  # a drafter has read the token already
+        )  # off with a drafter, which has read the token already
         self._at_once = True  # whether the last scoring ended within its token
         self.schedule = Schedule(options.interval, options.share, within=self._within(scorer), free=not self._on_cpu)
         self._n_most = options.n_swaps
@@ -57,7 +57,7 @@ class Selector:
         self._into = ctx.host_buffer(4 * sum(n * m for n, m in self._shapes)).view(np.float32)
         self._ticket: int | None = None
         self._ticked: float | None = None
-        self._orphaned = False  # begun by a step that was cut off: the next token discards it
+        self._orphaned = False  # whether a cut-off step began the scoring: the next token then discards it
 
     def close(self) -> None:
         """End the threads."""
@@ -160,7 +160,7 @@ class Selector:
         return Scoring(schedule.n_since, queries, scores, schedule.cost_s, schedule.step_s or 0.0)
 
     def resume(self, saved: Scoring) -> None:
-        """Continue from a saved state, with the same sequence as then."""
+        """Continue from a saved state, with the sequence that it was saved with."""
         self.cancel()
         self.schedule.resume(saved)
         if saved.scores is not None:
@@ -168,7 +168,7 @@ class Selector:
             self._job.set_result((saved.scores, 0.0))
         elif saved.queries is not None and len(saved.queries) == len(
             self._into
-        ):  # else another policy tapped other layers
+        ):  # otherwise another policy tapped other layers
             self._into[:] = saved.queries
             self._ticket = 0  # a wait for this ticket waits for all copies
 
@@ -187,7 +187,9 @@ class Selector:
         n_most: int | None = None,
         mass: Floats | None = None,
     ) -> Reselect:
-        """Score and change the pool at once. n_most: the most chunks to page in. mass: the queries' attention, see policy.View."""
+        """Score and change the pool at once. n_most: how many chunks to page in at most; None: no limit. mass: the queries'
+        attention, see policy.View.
+        """
         ticked = self._ticked if reason == "decode" else None  # a token decoded again counts in the measurements
         self.cancel()
         self._ticked = ticked
@@ -207,7 +209,7 @@ class Selector:
         close: bool = False,
         mass: Floats | None = None,
     ) -> None:
-        """Start to score the sequence as it is now. close: also give the scorer the keys, as there is time to read them."""
+        """Start to score the sequence as it is now. close: also give the scorer all keys, because there is time to read them."""
         self._scales = self._scales or self._ctx.query_scales().tolist()  # fixed once a graph was built
         ledger = self._pager.ledger
         candidates = ledger.candidates()
@@ -233,7 +235,7 @@ class Selector:
         """Wait for the scores, and make the best chunks resident.
 
         pos: positions written, for the event.
-        n_most: the most chunks to page in; None: no limit.
+        n_most: how many chunks to page in at most; None: no limit.
         """
         job, view = self._job, self._view
         if job is None:
@@ -282,7 +284,7 @@ class Selector:
         return _timed(self.scorer, replace(view, summaries=self._pager.summaries), ())
 
     def _start(self, view: View, after: Sequence[Future[None]]) -> Future[Scored]:
-        """Score in another thread; in this one if the caller waits anyway and the scorer reads summaries."""
+        """Score in another thread, or in this one if the caller waits anyway and the scorer reads summaries."""
         if not self._at_once or self.scorer.summary is None:
             with suppress(RuntimeError):  # no memory for a thread
                 return self._worker.submit(_timed, self.scorer, view, after)

@@ -1,4 +1,4 @@
-"""A sequence in a pool: its tokens, its chunks, and page-ins.
+"""A sequence in a pool: its tokens, and the residency of its chunks.
 
 `step.advance` decodes a batch. Between batches the selector scores the chunks and changes the pool. If a step is cut
 off, the next one repairs the state first.
@@ -32,12 +32,12 @@ class PooledSequence:
     history: the tokens written so far.
     pending: the newest token, which is not decoded yet, or None.
     opens_until: the position where the lossless opening of an answer ends, and fast mode begins.
-    n_exact: positions, from the first, whose rows are known to equal the full cache's.
+    n_exact: how many positions, from the first on, have rows that are known to equal the full cache's.
     whole: whether the trial under way is complete: none of its steps was cut off.
     consistent: False while a step is under way, and after one was cut off.
     checking: whether an exact batch runs while the pool computes.
-    passing: whether an exact pass is between two batches, which the pool does not have yet.
-    holder: the mark of the last caller that began or changed something; see engine.guard.
+    passing: whether an exact pass is between two batches; the pool does not have its rows yet.
+    holder: the mark of the last caller that took or changed the sequence; see engine.guard.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class PooledSequence:
         exact: ExactReader | None = None,
     ) -> None:
         """ctx: this sequence's view of the context.
-        peers: the sequences made before this one, which is appended.
-        shared, scorer: of its pool; None: no pool.
-        exact: reads prompts that the pool cannot hold; None: they are read through the pool.
+        peers: the sequences made before this one, which appends itself.
+        shared, scorer: what the pool's sequences share, and this one's scorer; None: no pool.
+        exact: reads prompts that the pool cannot hold; None: the pool reads them.
         """
         self.seq = len(peers)
         self.peers = peers
@@ -90,7 +90,7 @@ class PooledSequence:
                 self.selector = Selector(self.ctx, self.pager, scorer, self.options, goes_back=not self.recurrent)
 
     def close(self) -> None:
-        """End the copies and the threads. Harmless when called again."""
+        """Wait for the copies, and end the threads. Harmless when called again."""
         if self._closed:
             return
         self._closed = True
@@ -143,7 +143,7 @@ class PooledSequence:
     #
 
     def extend(self, tokens: Tokens) -> None:
-        """Append decoded tokens (n,) int32 to the history. A pending token, if any, is the first of them."""
+        """Append decoded tokens (n,) int32 to the history. The pending token, if there is one, is the first of them."""
         self._in_transit = None if self.pending is None else (len(self.history), self.pending)
         self.pending = None
         self.history.frombytes(tokens.tobytes())
@@ -176,8 +176,8 @@ class PooledSequence:
         self._arriving = None
 
     def begin_trial(self, n: int, *, beside: bool = False) -> Plan:
-        """Begin a trial: up to n tokens may be decoded through the pool after the last position. recover() undoes it, except for
-        evictions that made room. Returns these.
+        """Begin a trial: up to n tokens may be decoded through the pool after the last position. recover() undoes the trial, except
+        for the evictions that made room for it. Returns these evictions.
 
         During a trial, exact batches may extend the sequence, and other sequences continue. beside: another sequence is being
         checked, so its trial cannot be ended to make room. Raises PoolError and HostMemoryError.
@@ -208,11 +208,13 @@ class PooledSequence:
 
     @property
     def steady(self) -> bool:
-        """Whether another sequence may continue without a repair of this one: it is consistent, or in a complete trial."""
+        """Whether other sequences may continue without a repair of this one: it is consistent, being checked, or in a complete
+        trial.
+        """
         return self.consistent or self.checking or (self.trying and self.whole)
 
     def _undo_trial(self) -> None:
-        """Remove the tokens that a trial has decoded. Harmless without one."""
+        """Remove the tokens that the trial has decoded. Harmless without a trial."""
         if self._state is not None:
             self._go_back(self.n_tokens, self._state)
         self._state, self.whole = None, False
@@ -229,7 +231,8 @@ class PooledSequence:
             self.ctx.seq_rm(n_tokens)
 
     def seen_exactly(self, start: int, n: int, state: StateBytes) -> Floats:
-        """Return the logits (n, n_vocab) of n tokens from position start on, computed against everything. Changes nothing.
+        """Return the logits (n, n_vocab) float32 of n tokens from position start on, computed against all positions before them.
+        Changes nothing.
 
         state: the result of save_partial() at start. Raises Interrupted, SnapshotError and NativeError.
         """
@@ -238,7 +241,7 @@ class PooledSequence:
         return self.reads_exactly.look(self.ctx, tokens, start, records, state)
 
     def attended(self, n_query: int) -> Floats:
-        """Return the attention of the last n_query tokens of an exact batch, see policy.View.mass."""
+        """Return the attention of the last n_query tokens of an exact batch. See policy.View.mass."""
         return self.reads_exactly.attended(self.ctx, n_query, self.paged.ledger.n_chunks)
 
     def settle_in(self) -> Paged | None:
@@ -248,15 +251,15 @@ class PooledSequence:
         return Paged(self.n_tokens, plan.drops, plan.page_ins) if plan else None
 
     def lay_out(self) -> None:
-        """Sort the chunks in the pool by position. Call it after an exact pass: their records must be complete."""
+        """Sort the chunks in the pool by position. Call it after an exact pass, since their records must be complete."""
         with self.step():
             self.paged.lay_out()
 
     def recover(self, *, others: bool = True) -> None:
         """If a step was cut off, remove its leftovers from the cache, back to the last position. Ends a trial.
 
-        others: also end the trials of other sequences. A cut-off step of any sequence ends them in any case. Raises NativeError
-        if the model's memory cannot be rolled back.
+        others: also end the trials of other sequences. If a step of any sequence was cut off, they end in any case. Raises
+        NativeError if the model's memory cannot be rolled back.
         """
         if self.consistent and len(self.peers) == 1:
             return  # most steps
@@ -271,11 +274,11 @@ class PooledSequence:
                 s._undo_trial()  # noqa: SLF001 (a peer)
                 s.ctx.seq_rm(s.n_tokens)
             except UnsupportedError:
-                msg = "a batch was cut off, and this model's memory cannot go back: clear() and start again"
+                msg = "a batch was cut off, and this model's memory cannot be rolled back: call clear() and start again"
                 raise NativeError(msg) from None
             s.forget_exactly(s.n_tokens)  # rows of rejected tokens
             s.settle_token()
-        for s in repaired:  # some may have been about to give up blocks
+        for s in repaired:  # the step may have been taking blocks from any of them
             if s.pager:
                 s.pager.reconcile(s.n_tokens)
                 s.arrive()
@@ -314,14 +317,14 @@ class PooledSequence:
             self.exact.forget(self.seq, n_tokens)
 
     def rollback(self, n_tokens: int, state: StateBytes = b"") -> None:
-        """Keep the first n_tokens positions; see KVSequence.rollback. state: as for rewind(). Raises UsageError and UnsupportedError."""
+        """Keep the first n_tokens positions. See KVSequence.rollback. state: as for rewind(). Raises UsageError and UnsupportedError."""
         self.check_kept(n_tokens)
         self.cancel_scoring()
         with self.step():
             if self.pager:
                 self.pager.wait_stored()
             self.forget_exactly(n_tokens)
-            pending, self.pending = self.pending, None  # first: it follows the removed tokens
+            pending, self.pending = self.pending, None  # first, because it follows the removed tokens
             gone = self.history[n_tokens:]
             del self.history[n_tokens:]
             try:
@@ -340,9 +343,9 @@ class PooledSequence:
             raise UsageError(msg)
 
     def take_back(self) -> tuple[int, Paged | None]:
-        """Remove the last token, so that it is decoded again. Returns it, and the moves.
+        """Remove the last token, so that it can be decoded again. Returns the token and the moves.
 
-        The token is pending from now on, even if this call is cut off.
+        From now on the token is pending, even if this call is cut off.
         """
         n, token = self.n_tokens - 1, self.history[-1]
         with self.step():
@@ -371,7 +374,7 @@ class PooledSequence:
         return Paged(n_tokens, plan.drops, plan.page_ins) if plan else None
 
     def cancel_scoring(self) -> None:
-        """Discard a scoring under way, before the sequence changes."""
+        """Discard a scoring under way. Call this before the sequence changes."""
         if self.selector is not None:
             self.selector.cancel()
 
@@ -390,7 +393,9 @@ class PooledSequence:
         n_most: int | None = None,
         mass: Floats | None = None,
     ) -> Iterator[Event]:
-        """Score and repage at once. n_most: the most chunks to page in. mass: the queries' attention, see policy.View."""
+        """Score the chunks and move them, at once. n_most: how many to page in at most; None: no limit. mass: the queries' attention,
+        see policy.View.
+        """
         selector = self.selector
         if selector is None or not selector.needed:
             return
@@ -400,7 +405,7 @@ class PooledSequence:
         yield event
 
     def tick(self, n_new: int) -> list[Event]:
-        """After n_new tokens were decoded, score and repage if the schedule says so. Returns the events."""
+        """After n_new tokens were decoded, score and move chunks if the schedule says so. Returns the events."""
         selector = self.selector
         if selector is None:
             return []
@@ -423,7 +428,7 @@ class PooledSequence:
         return self.paged.residency()
 
     def pin(self, start: int, end: int) -> None:
-        """Keep positions [start, end) on the device; see KVSequence.pin."""
+        """Keep positions [start, end) on the device. See KVSequence.pin."""
         check_span(start, end, self.options.n_ctx)
         with self.step():
             self.paged.pin(start, end)

@@ -18,7 +18,7 @@ class Shared:
         info = ctx.pool_info()
         self.blocks = Blocks(n_pool // options.chunk)
         spill = slabs_in(options.disk) if options.disk else None
-        limit, n_growers = options.host_limit, max(1, cores() // 2)  # the others compute
+        limit, n_growers = options.host_limit, max(1, cores() // 2)  # the other cores compute
         self.memory = HostMemory(info.record_bytes, ctx.host_buffer, limit, info.meta_bytes, spill, n_growers)
         self.moves: list[Moves] = []
         self.guests: list[GuestRoom] = []  # one per sequence; empty without codes
@@ -32,13 +32,13 @@ class Shared:
         return sum(n_pinned(ledger.pins, ledger.n_sinks) for ledger in self.blocks.ledgers)
 
     def shape(self, n_more: int = 0) -> PoolShape:
-        """Return the pool's shape, with n_more pinned chunks."""
+        """Return the pool's shape with n_more additional pinned chunks."""
         ledger = self.blocks.ledgers[0]
         n_seq = len(self.blocks.ledgers)
         return PoolShape(ledger.chunk, ledger.n_sinks, ledger.n_tail, self.n_pinned() + n_more, n_seq)
 
     def check_pins(self, n_more: int, n_batch: int, what: str) -> None:
-        """Raise PoolError if the pool has too little room for n_more pinned chunks and batches of n_batch tokens.
+        """Raise PoolError if the pool has too little room for n_more additional pinned chunks and batches of n_batch tokens.
 
         what: the cause of the pins, for the message.
         """
@@ -46,13 +46,13 @@ class Shared:
         floor = shape.floor(n_batch)
         if floor > self.n_pool:
             msg = (
-                f"{what} makes {shape.pinned:,} pinned chunks, for which a pool of {floor:,} tokens is needed;"
+                f"{what} makes {shape.pinned:,} pinned chunks, which need a pool of {floor:,} tokens;"
                 f" this one has {self.n_pool:,}: use a larger pool or pin less"
             )
             raise PoolError(msg)
 
     def confine(self, n_pool: int) -> None:
-        """Behave as a smaller pool of n_pool positions, for all sequences, until called again."""
+        """Behave like a smaller pool of n_pool positions, for all sequences, until this is called again."""
         self.blocks.n = n_pool // self.blocks.ledgers[0].chunk
 
     @property

@@ -1,7 +1,7 @@
 """Speculative decoding: drafts that the target verifies in one batch, while that is faster than decoding plainly.
 
-llama.cpp's own implementations make the drafts (`native.Speculator`). This module adds the gate, and limits the drafter's
-context to a window, which it reads only when needed.
+llama.cpp's own implementations make the drafts (`native.Speculator`). This module adds the gate. It also limits the drafter's
+context to a window, which the drafter reads only when needed.
 """
 
 from array import array
@@ -44,7 +44,7 @@ def drafter_bytes(
     Counts the weights, and the buffers and a window's KV for each of n_seq sequences. The KV counts on every device, because
     its placement is unknown.
 
-    target: a context of a model loaded with no_alloc. where: the devices, as for Model.load. Raises as DraftModel does.
+    target: a context of a model loaded with no_alloc. where: the devices, as for Model.load. Raises the errors of DraftModel.
     """
     if spec.kind == "ngram":
         return [0 for _ in at]
@@ -62,7 +62,7 @@ def _bytes(spec: Spec, drafter: Context, at: Sequence[int], n_seq: int) -> list[
 
 
 def _model(spec: Spec, target: Model, stack: ExitStack, **options: Any) -> Model:
-    """Return the drafter's model, closed with the stack; without a path, the target, whose own heads draft."""
+    """Return the drafter's model, which the stack closes; without a path, the target, whose own heads draft."""
     if spec.model is None:
         return target
     return stack.enter_context(Model.load(Path(spec.model), **options, mtp=spec.kind == "mtp"))
@@ -84,16 +84,18 @@ def _context(spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatc
 
 
 def _check_dflash(model: Model, target: Model) -> None:
-    """Raise UnsupportedError for a drafter on which llama.cpp would abort, or fail only while it drafts."""
+    """Raise UnsupportedError for a drafter that would make llama.cpp abort, or fail only while drafting."""
     if model.meta("general.architecture") != "dflash":
         return  # the library refuses it
     width, wide = _width(model), _width(target)
     if width != wide:
-        msg = f"it was made for a target {width} wide, and {target.path} is {wide}: give its own target"
+        msg = f"it was made for a target with embeddings of size {width}, and {target.path} has {wide}: use it with its own target"
         raise UnsupportedError(msg)
     mask = model.meta("tokenizer.ggml.mask_token_id") or ""
     if not mask.isdecimal() or int(mask) >= model.n_vocab:
-        msg = "its vocabulary has no mask token, which stands for those that are to be guessed: convert it with its target"
+        msg = (
+            "its vocabulary has no mask token, the placeholder for tokens to guess: convert it together with its target"
+        )
         raise UnsupportedError(msg)
 
 
@@ -111,12 +113,12 @@ class DraftModel:
     def __init__(
         self, spec: Spec, target: Context, *, n_batch: int, n_ubatch: int, where: dict[str, Any], n_threads: int
     ) -> None:
-        """target: the context. n_batch, n_ubatch: its batch sizes. where: the devices, as for Model.load.
+        """target: the target's context. n_batch, n_ubatch: its batch sizes. where: the devices, as for Model.load.
 
         Raises UsageError (n_ubatch is too small), ModelError, UnsupportedError and NativeError. All name the drafter.
         """
         self.spec = spec
-        self.name = _NATIVE.get(spec.kind, "draft-dflash")  # llama.cpp's
+        self.name = _NATIVE.get(spec.kind, "draft-dflash")  # llama.cpp's name of the implementation
         self.listening: set[Any] = {target.handle}
         self.n_batch = n_batch
         self._n_ubatch = n_ubatch
@@ -126,12 +128,12 @@ class DraftModel:
         self._stack = ExitStack()
         with _named(spec, target):
             if target.kv_bytes().recurrent and target.n_rollback < spec.most:
-                msg = "the target has a recurrent state, and llama.cpp cannot take that back over rejected tokens"
+                msg = "the target has a recurrent state, which llama.cpp cannot roll back over rejected tokens"
                 raise UnsupportedError(msg)
             if target.kv_bytes().recurrent and n_ubatch < spec.most + 2:
                 msg = (
-                    f"a recurrent state goes back over {spec.most} tokens only if `n_batch` and `n_ubatch` are {spec.most + 2} at"
-                    " least: use larger batches (a larger `pool` allows them) or a smaller `spec.n_max`"
+                    f"a recurrent state can be rolled back over {spec.most} tokens only if `n_batch` and `n_ubatch` are at least"
+                    f" {spec.most + 2}: use larger batches (a larger `pool` allows them) or a smaller `spec.n_max`"
                 )
                 raise UsageError(msg)
             if spec.kind != "ngram":
@@ -159,18 +161,20 @@ class DraftModel:
         res = _context(self.spec, self._model, target, n_batch=self.n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
         if res.kv_bytes().recurrent:
             res.close()
-            msg = "it has a recurrent state, which cannot go back over what was rejected: use a drafter without"
+            msg = (
+                "it has a recurrent state, which cannot be rolled back over rejected tokens: use a drafter without one"
+            )
             raise UnsupportedError(msg)
         return res
 
     def close(self) -> None:
         """Free the model. Harmless when called again."""
-        self.listening.clear()  # it would keep the contexts
+        self.listening.clear()  # it would keep the contexts alive
         self._stack.close()
 
 
 class Drafts:
-    """The drafts of one sequence. Report all events, in order.
+    """The drafts of one sequence. The caller must report everything that happens to the sequence, in order.
 
     length: chooses the length of the next draft.
     """
@@ -221,7 +225,7 @@ class Drafts:
 
     @property
     def n_max(self) -> int:
-        """The most tokens of a draft. The drafter's own limit may be below the one asked for."""
+        """The longest draft, in tokens. The drafter's own limit may be below the requested one."""
         return self._spec.n_max
 
     def n_bytes(self, at: Sequence[int], n_seq: int) -> list[int]:
@@ -238,7 +242,7 @@ class Drafts:
     #
 
     def expect(self, n_end: int) -> None:
-        """Announce a prompt that ends at position n_end: the drafter needs the features of its last window only."""
+        """Announce a prompt that ends at position n_end: the drafter needs the features of the prompt's last window only."""
         self._until = n_end
 
     def before(self, ctx: Context, pos: int, n: int) -> None:
@@ -298,7 +302,7 @@ class Drafts:
             res = self._spec.draft(known, kept, min(at_most, self.n_max))
         except BadLogitsError as err:  # the answer does not depend on the drafter
             self._model.broken = True
-            self._warnings.append(Warn(f"{self.spec.model or self._target.model.path} drafts no more: {err}"))
+            self._warnings.append(Warn(f"{self.spec.model or self._target.model.path} no longer drafts: {err}"))
             return np.empty(0, np.int32)
         self._n_kept = len(history)
         if not len(res):
@@ -319,7 +323,7 @@ class Drafts:
     def checked(self, n_guessed: int, n_right: int, seconds: float, guessing_s: float, width: int) -> None:
         """Record that n_right of n_guessed drafted tokens were accepted, in a batch of `width` tokens.
 
-        seconds: the time of the whole step. guessing_s: its part for drafting.
+        seconds: the time of the whole step. guessing_s: the part of it that drafting took.
         """
         self.length.checked(n_guessed, n_right, guessing_s, seconds - guessing_s, width)
         self._spec.accept(n_right)

@@ -100,11 +100,13 @@ def keep(part: Part) -> None:
 def advance_exactly(
     part: Part, outputs: int = native.LAST, *, more: bool = False, beside: Beside | None = None
 ) -> Paged | None:
-    """Decode a part, at most a batch of `exact`, against everything before it. Returns the moves.
+    """Decode a part, at most ExactReader.n_batch tokens, against all positions before it. Returns the moves.
 
     Keeps all tokens except drafts, which keep_exactly() keeps. The pool then holds the chunk being written; settle_in() pages in
-    others. outputs: as for advance(). more: another batch follows at once. Only the last batch of a pass waits for the devices and
-    changes the pool. Any other call ends the pass first (PooledSequence.recover). beside: see ExactReader.decode().
+    others.
+
+    outputs: as for advance(). more: another batch follows at once. Only the last batch of a pass waits for the devices and changes
+    the pool; any other call ends the pass first (PooledSequence.recover). beside: see ExactReader.decode().
 
     Raises PoolError, HostMemoryError, Interrupted and NativeError.
     """
@@ -113,7 +115,7 @@ def advance_exactly(
     start, exact, pager = sequence.n_tokens, sequence.reads_exactly, sequence.paged
     plan, records = pager.prepare(len(tokens), passing=passing)
     if not sequence.trying:
-        beside = None  # recovery of another sequence has ended the trial
+        beside = None  # the recovery of another sequence has ended the trial
     try:
         sequence.checking = beside is not None
         exact.decode(sequence.ctx, tokens, start, records, outputs, more=more, beside=beside)
@@ -137,8 +139,8 @@ def _go_on(sequence: PooledSequence) -> bool:
 
 
 def keep_exactly(part: Part, *, more: bool = False) -> None:
-    """Keep the accepted tokens of a part, as keep() does, after advance_exactly(). more: a trial continues, and the pool is
-    brought up to date later.
+    """After advance_exactly(), keep the accepted tokens of a part, as keep() does. more: the pass or a trial continues, and the pool
+    is brought up to date later.
     """
     if part.accepted is None:
         return

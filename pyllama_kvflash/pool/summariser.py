@@ -15,7 +15,7 @@ class Summariser:
     """The summaries of one sequence's chunks, and the threads that make them from the chunks' records."""
 
     def __init__(self, layers: Sequence[Layer], chunk: int, record: Callable[[int], Record], n_threads: int) -> None:
-        """chunk: positions of a chunk. record: returns the record of a chunk."""
+        """chunk: positions of a chunk. record: returns a chunk's record."""
         self.summaries: Summaries | None = None
         self._layers = layers
         self._chunk = chunk
@@ -32,7 +32,7 @@ class Summariser:
             self._threads.shutdown()
 
     def use(self, kind: str | None, chunks: Sequence[int]) -> None:
-        """Keep summaries of this kind from now on, starting with these chunks. None: keep none.
+        """Keep summaries of this kind from now on, and make those of these chunks at once. None: keep none.
 
         Raises UnsupportedError (the model's keys have an unsupported form) and HostMemoryError.
         """
@@ -78,7 +78,7 @@ class Summariser:
 
     @property
     def pending(self) -> list[Future[None]]:
-        """Summaries that are being made."""
+        """The summaries that are being made."""
         return list(self._pending)
 
     def collect(self) -> None:

@@ -30,15 +30,15 @@ def char_spans(pieces: Sequence[bytes]) -> Spans:
 
 
 def spread(scores: npt.ArrayLike, spans_from: Spans, spans_to: Spans) -> Scores:
-    """Return scores (m,) float64 for one tokenizer's tokens from scores (n,) of another's: for each token the highest
-    score that overlaps it.
+    """Return scores (m,) float64 for one tokenizer's tokens (targets) from the scores (n,) of another's (sources). A target gets
+    the highest score of the sources that overlap it.
 
     A target with an empty span takes the score of the source at that place or, at the end of the text, of the last
     source. Sources with an empty span overlap nothing: a BOS does not make the first word hot. If no source has text,
     all targets take the highest score. If the texts differ in length (a tokenizer may normalise: a leading space, NFC),
     positions are scaled so that both texts end together. The error is about the number of characters that differ.
 
-    Raises ValueError if there are not as many scores as sources, or targets but no source.
+    Raises ValueError if the numbers of scores and sources differ, or if there are targets but no sources.
     """
     values = np.asarray(scores, np.float64)
     if values.shape != (len(spans_from),):
@@ -68,12 +68,12 @@ class Retokenizer:
 
     tokenize: turns UTF-8 into token ids, without special tokens. It never gets a part of a character.
     piece: returns the bytes of a token.
-    overlap: unchanged tokens that are tokenised again with the text after them, because a token may depend on it (up to
-        three more if they split a character).
+    overlap: how many unchanged tokens to tokenize again with the new text, because they may depend on it (up to three more
+        if they split a character).
 
-    If a token depends on more text than that, the result may differ from tokenising the whole text at once. A tokenizer
-    may put a space before its text. With one that changes its text (lower case, NFC), the tokens are right, but after the
-    first change every update tokenizes the whole text.
+    If a token depends on more text than that, the result may differ from tokenizing the whole text at once. A tokenizer
+    may put a space before its text. With a tokenizer that changes its text (lower case, NFC), the tokens are right, but after
+    the first change every update tokenizes the whole text.
 
     Attributes (replaced by `update`, never changed in place):
         tokens: (n,) int32

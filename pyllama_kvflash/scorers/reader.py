@@ -1,4 +1,4 @@
-"""A small model that reads the same text: its attention rates the chunks of the target."""
+"""A small model that reads the target's text: its attention rates the target's chunks."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ NAMES = ("{stem}-draft.gguf", "draft-scorer.gguf")
 
 _CONTEXT = 8  # context of the small model, as a multiple of the target's
 _POOL = 2048  # tokens of its pool
-_TAIL = 4  # last tokens whose queries are used
+_TAIL = 4  # how many last tokens' queries are used
 
 
 class SmallEngine(Protocol):
@@ -169,7 +169,7 @@ class Reader:
         return self._kv
 
     def _read(self, kv: SmallEngine, tokens: npt.NDArray[np.int32]) -> None:
-        """Let the small model read these tokens to the end. The common prefix is not read again."""
+        """Let the small model read these tokens to the end. What it has read of them already is not read again."""
         have = kv.tokens
         n = min(len(have), len(tokens))
         differ = np.flatnonzero(have[:n] != tokens[:n])
@@ -207,7 +207,7 @@ class Reader:
         return np.where(candidates, scores, scores[candidates].min(initial=0.0))
 
     def _through_text(self, kv: SmallEngine, retokenizer: Retokenizer, view: View) -> Scores:
-        """Read the target's text in the small model's tokens. Returns the best score within the text of each target chunk."""
+        """Read the target's text in the small model's tokens. Returns the best score within each target chunk's text."""
         pieces = _pieces(self._target, view.tokens)
         retokenizer.update(b"".join(pieces))
         special = kv.tokenize("", add_special=True)  # BOS, if the small model has one

@@ -1,6 +1,6 @@
 """The prefix cache: a folder of snapshots, from which the longest known prefix of a text is restored.
 
-A text that continues a cached one shares the first records of that file: a new turn writes only its own records.
+A text that continues a cached one shares the first records of that file, so a new turn writes only its own records.
 """
 
 import os
@@ -37,7 +37,7 @@ _NAME = 32  # hex digits of a digest in a name
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the cache. size: bytes. used: last use, seconds since 1970, 0 if in the future. mark: inode and bytes."""
+    """A file of the cache. size: bytes. used: last use, seconds since 1970; 0 if that lies in the future. mark: inode and bytes."""
 
     path: Path
     size: int
@@ -57,7 +57,7 @@ class CacheStats:
 
 
 class Savable(Protocol):
-    """The part of a sequence that the cache uses. KVFlash has it."""
+    """The part of a sequence that the cache uses. KVSequence has it."""
 
     options: Options
     model: Model
@@ -110,7 +110,7 @@ class PrefixCache:
         self._mutex = Lock()
         self._writer = ThreadPoolExecutor(1, "kvflash-cache")
         if limit <= 0:
-            msg = f"the prefix cache is limited to {limit:,} bytes: give 20GiB, say"
+            msg = f"the prefix cache is limited to {limit:,} bytes: give more, such as 20GiB"
             raise UsageError(msg)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,13 +124,13 @@ class PrefixCache:
     #
 
     def match(self, sequence: Savable, tokens: Tokens) -> int:
-        """Return how many first tokens of a text (n,) int32 are cached for this sequence."""
+        """Return how many tokens of a text (n,) int32, from the first on, are cached for this sequence."""
         return max((n for n, _ in self._matches(sequence.identity, tokens)), default=0)
 
     def restore(self, sequence: Savable, tokens: Tokens) -> int:
         """Replace a sequence by the longest cached prefix of a text. Returns the number of positions.
 
-        0: there is none, and the sequence is empty. If a file proves unusable, the next best one is taken; a file with a
+        0: nothing is cached, and the sequence is now empty. If a file proves unusable, the next best one is taken; a file with a
         damaged record is removed.
         """
         found = sorted(self._matches(sequence.identity, tokens), key=lambda match: match[0], reverse=True)
@@ -160,9 +160,9 @@ class PrefixCache:
         return self._write(sequence.capture(), path, 0, sequence.model.path)
 
     def begin(self, sequence: Savable, keep_s: float = 0.0) -> Future[Path] | None:
-        """Save a sequence in a thread, while it continues. Returns its future file; None if there is nothing to write.
+        """Save a sequence in a thread, while it continues. Returns a future with the file; None if there is nothing to write.
 
-        keep_s: for so many seconds the file counts as just used, and is evicted last.
+        keep_s: for this many seconds the file counts as just used, and is evicted last.
 
         Raises SnapshotError and UsageError.
         """
@@ -214,7 +214,7 @@ class PrefixCache:
         for file in self._known(home):
             n_same = n_common(file.checksums, chunks["checksum"])
             if n_same > n:
-                with suppress(SnapshotError):  # a source cannot be used
+                with suppress(SnapshotError):  # one of its own sources cannot be used
                     file.check_sources()
                     n, best = n_same, file
         if best is None:
@@ -265,10 +265,10 @@ class PrefixCache:
         return res
 
     def _supersede(self, path: Path) -> None:
-        """Remove files that this one replaces.
+        """Remove the files that this one replaces.
 
-        A replaced file's text is a prefix of this one's, its saved states are here, and no other file needs it. This
-        one inherits the latest time of use.
+        A replaced file's text is a prefix of this one's, its saved states are in this one, too, and no other file needs it. This
+        file inherits the latest time of use.
         """
         files = {file.path: file for file in self._known(path.parent)}
         needed = {source for file in files.values() for source in file.needs}
@@ -286,7 +286,7 @@ class PrefixCache:
                 self.remove(old.path)
 
     def remove(self, path: Path) -> list[Path]:
-        """Remove a file and those that share its records. Returns the files removed."""
+        """Remove a file, and the files that need its records. Returns the files removed."""
         gone = [path, *(file.path for file in self._known(path.parent) if path in file.needs)]
         return [p for p in gone if _unlinked(p)]
 
@@ -319,8 +319,8 @@ class PrefixCache:
     def evict(self, limit: int | None = None) -> list[Path]:
         """Remove leftovers of killed processes, then the least recently used files, until the rest fits the limit.
 
-        limit: bytes; None: the cache's own. Use of a file counts as use of its sources, too. Returns the files removed. Raises
-        SnapshotError if the folder cannot be written.
+        limit: bytes; None: the cache's own. Using a file counts as using its sources. Returns the files removed. Raises SnapshotError
+        if the folder cannot be written.
         """
         removed: list[Path] = []
         with self._lock():
@@ -339,12 +339,12 @@ class PrefixCache:
     def empty(self) -> list[Path]:
         """Remove all files, the names of models, and the emptied sub-folders.
 
-        An unfinished file stays while its process lives. Returns the snapshots removed. Raises as evict().
+        An unfinished file stays while its process lives. Returns the snapshots removed. Raises the errors of evict().
         """
         removed = self.evict(0)
         for home in _folders(self.folder):
             remove_name(home)
-            with suppress(OSError):  # it has a foreign file, or a new one
+            with suppress(OSError):  # the folder has a foreign file, or a new one
                 home.rmdir()
         with suppress(OSError):
             (self.folder / _LOCK).unlink()
@@ -417,7 +417,7 @@ def _touch(path: Path, until: float | None = None) -> None:
 
 
 def _exists(path: Path) -> bool:
-    with suppress(OSError):  # writing it reports that
+    with suppress(OSError):  # writing the file reports the error
         return path.exists()
     return False
 

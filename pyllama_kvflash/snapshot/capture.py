@@ -56,10 +56,10 @@ def identity_of(ctx: Context, *, exact: bool) -> Identity:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A sequence at one moment; the sequence itself continues.
+    """The state of a sequence at one moment; the sequence itself continues.
 
-    It holds its records until release(), which is called after writing, whether that succeeds or fails, and when the capture is
-    garbage.
+    The capture holds its records until release(). write() calls that at its end, whether it succeeds or fails, and so does the
+    garbage collector.
     """
 
     contents: Contents
@@ -110,7 +110,7 @@ class Capture:
         return (*(stored.record for stored in self.full), *(() if self.last is None else (self.last,)))
 
     def begin(self, path: Path) -> Future[int]:
-        """Write the file in a new thread. Raises SnapshotError."""
+        """Write the file in a new thread. Raises SnapshotError if no thread can start."""
         worker = ThreadPoolExecutor(1, "kvflash-save")
         try:
             return self.submit(worker, path, partial(self.write, path))
@@ -118,10 +118,10 @@ class Capture:
             worker.shutdown(wait=False)
 
     def submit(self, worker: ThreadPoolExecutor, path: Path, write: Callable[[], T]) -> Future[T]:
-        """Let a worker write the file. Raises SnapshotError if no thread can start; the records are then released."""
+        """Have a worker write the file. Raises SnapshotError if no thread can start; the records are then released."""
         try:
             return worker.submit(write)
-        except RuntimeError as err:  # no memory for a thread, or it was closed
+        except RuntimeError as err:  # no memory for a thread, or the worker was shut down
             self.release()
             msg = f"{path} cannot be written: {err}"
             raise SnapshotError(msg) from None
@@ -141,8 +141,8 @@ def capture(
 ) -> Capture:
     """Capture the first len(tokens) positions: all of them, or up to the end of a chunk.
 
-    states: at some of these positions. pending: the token after them, not decoded yet. opens_until: see PooledSequence. scoring: the
-    scoring under way. inputs: see Capture.
+    states: states outside chunks at some of these positions. pending: the token after them, not decoded yet. opens_until: see
+    PooledSequence. scoring: the scoring under way. inputs: see Capture.
 
     Raises UsageError.
     """
@@ -173,8 +173,8 @@ def capture(
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
     """Return how many positions of a snapshot can be restored here.
 
-    prompt: only a common prefix with it, without its last token, which must be decoded; None: the whole snapshot. Raises
-    SnapshotError, with the reason, if there are none.
+    prompt: restore only the common prefix with this prompt, without the prompt's last token, which must be decoded; None: restore
+    all. Raises SnapshotError, with the reason, if no position can be restored.
     """
     if (why := snapshot.identity.difference(identity)) is not None:
         msg = f"{snapshot.path} cannot be used: {why}"

@@ -31,7 +31,7 @@ class OrphanError(SnapshotError):
 
 
 class UnreadableError(SnapshotError):
-    """A file that may be intact cannot be read here: for lack of permission, a disk error, or another format.
+    """A file that may be intact cannot be read here, because of its permissions, a disk error or another format.
 
     reason: why, in a few words.
     """
@@ -99,7 +99,7 @@ class _Opened:
         return res
 
     def read(self, start: int, into: Record, what: str) -> bytes:
-        """Copy bytes into an array (n,) uint8, unchecked. Returns their checksum. For any thread.
+        """Copy bytes into an array (n,) uint8, unchecked. Returns their checksum. Any thread may call this.
 
         what: the part of the file, for a message. Raises SnapshotError if the file is too short.
         """
@@ -137,16 +137,16 @@ class _Opened:
         return raw.tobytes()
 
     def contents(self, *without: str) -> Contents:
-        """Return the contents of its tables. without: sections to treat as empty. Raises SnapshotError."""
+        """Return the contents of the file's tables. without: sections to treat as empty. Raises SnapshotError."""
         raw = {name: b"" if name in without else self.section(name) for name in layout.TABLES}
         try:
             return _contents(raw)
         except (ValueError, IndexError, KeyError):  # the digests match, but write() never makes such tables
-            raise self.damaged("its tables do not hold together") from None
+            raise self.damaged("its tables contradict each other") from None
 
 
 def _opened(path: Path, source: Source) -> _Opened:
-    """Open a source of the file at `path`. Raises OrphanError, and UnreadableError if it may still be intact."""
+    """Open a source of the file at `path`. Raises OrphanError, or UnreadableError if the source may still be intact."""
     try:
         its = path.with_name(source.name)
         if not its.is_symlink() and (found := _Opened(its)).header["digest"].tobytes() == source.header:
@@ -161,13 +161,13 @@ def _opened(path: Path, source: Source) -> _Opened:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The tables of a file that show whether it suits a text.
+    """The tables of a file that show whether it can be used for a text.
 
     mark: inode and bytes.
     header: digest of the header.
     tokens: (n_tokens,) int32.
     checksums: (n_chunks,) V16, of the records.
-    states: positions of its states outside chunks; empty: a plain cache.
+    states: positions of the states outside chunks; empty: a plain cache.
     """
 
     path: Path
@@ -200,13 +200,13 @@ class Outline:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The positions at which it can be cut, ascending; the last one is its end."""
+        """The positions at which the snapshot can be cut, ascending; the last one is its end."""
         n, chunk = len(self.tokens), int(self.identity.fields["chunk"])
         return self.states or (*range(chunk, n, chunk), n)
 
     @property
     def as_source(self) -> Source:
-        """The file as a source of another one, with its own records."""
+        """The file as a source for another one: the records that it holds itself."""
         return Source(self.path.name, self.header, layout.n_lent(self.sources), len(self.checksums))
 
     @property
@@ -216,7 +216,7 @@ class Outline:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether it depends on records in a file that is gone, and so can never be used."""
+        """Whether the file depends on records in another one that is gone, so that it can never be used."""
         with suppress(UnreadableError):
             try:
                 self.check_sources()
@@ -225,15 +225,15 @@ class Outline:
         return False
 
     def check_sources(self) -> None:
-        """Raise OrphanError or UnreadableError unless all its sources exist and can be read."""
+        """Raise OrphanError or UnreadableError unless all sources exist and can be read."""
         for source in self.sources:
             _opened(self.path, source)
 
 
 class SnapshotFile:
-    """An open snapshot. Codes and records are read and checked when they are used, by several threads; all else at once.
+    """An open snapshot. Codes and records are read and checked when they are used, in any thread; everything else at once.
 
-    It keeps the file and its sources open while it lives, so they may be renamed, replaced or deleted.
+    The object keeps the file and its sources open while it lives, so they may be renamed, replaced or deleted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -266,7 +266,7 @@ class SnapshotFile:
         n, n_coded, n_known = len(self.contents.tokens), guests.n_tokens, guests.n_known
         if not n_known <= n_coded <= n:
             raise own.damaged(
-                f"of its {n:,} positions {n_coded:,} have codes, and {n_known:,} had some when the last segment began"
+                f"{n_coded:,} of its {n:,} positions have codes, and {n_known:,} had them when the last segment began"
             )
         is_sum = entry["digest"].tobytes() == layout.digest(*guests.checksums)
         if not is_sum or not guests.sizes or sum(guests.sizes) != entry["size"]:
@@ -285,7 +285,7 @@ class SnapshotFile:
         return Outline._of(self._parts[-1], self.contents)  # noqa: SLF001 (of this module)
 
     def record(self, i: int) -> Record:
-        """Return a checked copy of the record of chunk i, (record_bytes,) uint8. For any thread.
+        """Return a checked copy of the record of chunk i, (record_bytes,) uint8. Any thread may call this.
 
         Raises SnapshotError if the record is damaged or cut off.
         """
@@ -294,7 +294,7 @@ class SnapshotFile:
         return res
 
     def fill(self, i: int, place: Record) -> None:
-        """Read the record of chunk i into a place (record_bytes,) uint8, and check it there. For any thread.
+        """Read the record of chunk i into a place (record_bytes,) uint8, and check it there. Any thread may call this.
 
         Raises SnapshotError; the place then holds no valid record.
         """
@@ -305,7 +305,7 @@ class SnapshotFile:
                 raise part.damaged(f"the record of chunk {i} was changed")
 
     def codes(self, layer: int) -> Record:
-        """Return a checked copy of the codes of a layer, (n_bytes,) uint8. contents.guests has their sizes. For any thread.
+        """Return a checked copy of the codes of a layer, (n_bytes,) uint8; contents.guests has the size. Any thread may call this.
 
         Raises SnapshotError if they are damaged or cut off.
         """
@@ -350,7 +350,7 @@ class Filling:
         self._notes: Notes = {}
 
     def __call__(self, place: Record) -> None:
-        """Fill the place, if it is not filled yet. Raises SnapshotError. For any thread."""
+        """Fill the place, if it is not filled yet. Raises SnapshotError. Any thread may call this."""
         while not self._done:
             try:
                 noted(self._notes, self._chunk, lambda: self._fill(place))
@@ -364,7 +364,7 @@ class Filling:
 
 
 def _contents(raw: dict[str, bytes]) -> Contents:
-    """Return the contents of sections whose digests were checked. Raises errors of numpy and Python for inconsistent tables."""
+    """Return the contents of sections whose digests were checked. Raises ValueError, IndexError or KeyError for inconsistent tables."""
     at, states = 0, []
     for head in np.frombuffer(raw["stops"], layout.STOP):
         states.append((int(head["pos"]), raw["states"][at : at + int(head["size"])]))

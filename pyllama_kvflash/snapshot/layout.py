@@ -23,7 +23,7 @@ VERSION = 5
 DIGEST = 32  # bytes of a SHA-256, of tables and tokens. Records and codes are much larger, and have faster checksums
 PAGE = 4096  # bytes; a record's rows begin on a page, as in host memory
 
-_PRIVATE = 0o600  # mode: only the owner may read it, since it holds a text
+_PRIVATE = 0o600  # the file's mode: only the owner may read it, because it holds a text
 
 EXACT = 1 << 31  # in an identity's flags: prompts are read exactly, not through the pool
 LONG = 1 << 30  # keys have the long factors of RoPE
@@ -34,7 +34,7 @@ SECTIONS = (*TABLES, "codes", "records")
 START = np.dtype([("magic", "V8"), ("version", "<u4"), ("header_bytes", "<u4"), ("file_bytes", "<u8")])
 _SECTION = np.dtype([("offset", "<u8"), ("size", "<u8"), ("digest", "V32")])
 HEADER = np.dtype([*START.descr, ("sections", _SECTION, len(SECTIONS)), ("digest", "V32")])
-"""It begins with a START, and ends with the digest of everything before."""
+"""A header begins with the fields of START, and ends with the digest of everything before it."""
 LAYER = np.dtype(
     [
         (name, "<i4")
@@ -49,7 +49,7 @@ IDENTITY = np.dtype(
         ("chunk", "<u4"),
         ("n_layer", "<u4"),
         ("flags", "<u4"),
-        ("memory", "S32"),  # its class in llama.cpp
+        ("memory", "S32"),  # the memory's class in llama.cpp
     ]
 )
 SEQUENCE = np.dtype(
@@ -60,7 +60,7 @@ SEQUENCE = np.dtype(
         ("n_kv", "<u4"),  # width of the attention graph
         ("tick", "<u8"),
         ("pending", "<i4"),  # a token that was produced but not decoded yet; -1: none
-        ("opens_until", "<u4"),  # positions up to which an answer is decoded losslessly
+        ("opens_until", "<u4"),  # the position up to which an answer is decoded losslessly
     ]
 )
 CHUNK = np.dtype(
@@ -78,7 +78,7 @@ CHUNK = np.dtype(
 SCORING = np.dtype(
     [
         ("n_since", "<u4"),  # tokens since the scoring began
-        ("what", "<u4"),  # follows this: 0 nothing, 1 queries (f4), 2 scores (f8)
+        ("what", "<u4"),  # what follows this head: 0 nothing, 1 queries (f4), 2 scores (f8)
         ("cost_s", "<f8"),  # seconds of a scoring; 0: not measured
         ("step_s", "<f8"),  # seconds of a token
     ]
@@ -88,7 +88,7 @@ SOURCE = np.dtype(
         ("name", "S64"),
         ("header", "V32"),  # digest of its header
         ("first", "<u4"),  # chunk of the first record in it
-        ("end", "<u4"),  # it supplies records of chunks before this one, from the end of the source before it
+        ("end", "<u4"),  # it supplies the records of chunks from the previous source's end to before this chunk
     ]
 )
 STOP = np.dtype([("pos", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
@@ -117,7 +117,7 @@ class Identity:
             return None
         mine, its = self.fields, other.fields
         if mine["fingerprint"] != its["fingerprint"]:
-            return "it is of another model, or of another scaling of RoPE (`rope.scaling`)"
+            return "it was made with another model, or another scaling of RoPE (`rope.scaling`)"
         if (mine["flags"] ^ its["flags"]) & EXACT:
             was, now = (_READ[bool(fields["flags"] & EXACT)] for fields in (mine, its))
             return f"its prompts were read {was}, and here they are read {now} (`prefill`)"
@@ -127,16 +127,16 @@ class Identity:
         for name, words in _DIFFERENCES.items():
             if mine[name] != its[name]:
                 return words.format(mine[name], its[name])
-        return "its layers or cache types are others (`type_k`, `type_v`)"
+        return "its layers or cache types differ (`type_k`, `type_v`)"
 
 
 _READ = {False: "through the pool", True: "exactly"}
 
 _DIFFERENCES = {
-    "memory": "it is of a memory of class {}, and this one is {}",
+    "memory": "its memory is of class {}, and here it is {}",
     "chunk": "its chunks have {} positions, and {} here (chunk)",
-    "layers": "its layers or cache types are others (`type_k`, `type_v`)",
-    "flags": "its cache is laid out or rotated otherwise: flags {}, and {} here (`flash_attn`, `type_k`, `type_v`)",
+    "layers": "its layers or cache types differ (`type_k`, `type_v`)",
+    "flags": "its cache has another layout or rotation: flags {}, and {} here (`flash_attn`, `type_k`, `type_v`)",
 }
 
 
@@ -167,7 +167,7 @@ class Source:
 
     header: the digest at the end of its header.
     first: chunk of the first record in it.
-    end: it supplies the records of chunks before this one, from the end of the source before it.
+    end: it supplies the records of chunks from the previous source's end to before this chunk.
     """
 
     name: str
@@ -198,19 +198,19 @@ class Contents:
 
     @property
     def n_lent(self) -> int:
-        """The number of chunks, from the first, whose records are in other files."""
+        """The number of chunks, from the first on, whose records are in other files."""
         return n_lent(self.sources)
 
 
 def n_lent(sources: Sequence[Source]) -> int:
-    """Return the number of chunks, from the first, whose records are in these sources."""
+    """Return the number of chunks, from the first on, whose records are in these sources."""
     return sources[-1].end if sources else 0
 
 
 def record_place(identity: Identity) -> tuple[int, int]:
     """Return the bytes from one record to the next, and the bytes before the first record.
 
-    With these, the rows of each record begin on a page.
+    With this padding, the rows of each record begin on a page.
     """
     fields = identity.fields
     lead = -fields["meta_bytes"] % PAGE
@@ -233,7 +233,7 @@ def write(
 
     records: of the chunks from contents.n_lent on, in order; contents.chunks has their checksums.
     on_record: called with the number of records written.
-    codes: of each layer, if contents.guests describes codes; that has their checksums.
+    codes: of each layer, if contents.guests describes codes; contents.guests has their checksums.
 
     Raises SnapshotError, and then leaves nothing behind. A killed process leaves only a file named `.*.part`.
     """

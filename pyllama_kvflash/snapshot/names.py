@@ -1,4 +1,4 @@
-"""The name of a model, in a small file beside its snapshots. These have only its fingerprint, which people cannot read."""
+"""The name of a model, in a small file beside its snapshots. The snapshots themselves have only the model's fingerprint."""
 
 import os
 from contextlib import suppress

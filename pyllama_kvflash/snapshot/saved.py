@@ -18,8 +18,8 @@ from pyllama_kvflash.snapshot.layout import Identity
 class SavedSequence:
     """Saves and restores a sequence.
 
-    A plain cache can be cut at the end of any chunk, a recurrent state or a sliding window only at a checkpoint. One is made
-    before the end of each prompt (`Options.snapshots`), and a restored snapshot has its own.
+    A plain cache can be cut at the end of any chunk, a recurrent state or a sliding window only at a checkpoint. A checkpoint is
+    made before the end of each prompt (`Options.snapshots`), and a restored snapshot brings its own.
     """
 
     def __init__(self, sequence: PooledSequence, checkpoints: Checkpoints) -> None:
@@ -36,7 +36,7 @@ class SavedSequence:
         if self.sequence.pager is None:
             msg = (
                 "a snapshot is made of a pool's chunks, and the full cache is in use: open the model with snapshots"
-                " (snapshots=True), which keeps a pool even where it covers the context"
+                " (snapshots=True), which keeps a pool even if it covers the context"
             )
             raise UsageError(msg)
         return identity_of(ctx, exact=self.sequence.exact is not None)
@@ -54,9 +54,9 @@ class SavedSequence:
     #
 
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """Capture the first n_tokens positions (None: all), to write them while the sequence continues.
+        """Capture the first n_tokens positions (None: all), so that they can be written while the sequence continues.
 
-        Raises UsageError; see KVSequence.save.
+        Raises UsageError. See KVSequence.save.
         """
         sequence = self.sequence
         n = sequence.n_tokens if n_tokens is None else n_tokens
@@ -64,7 +64,7 @@ class SavedSequence:
         identity = self.identity
         if not 0 <= n <= sequence.n_tokens or (n < sequence.n_tokens and n not in self.checkpoints):
             at = ", ".join(f"{pos:,}" for pos in (*self.checkpoints[-8:], sequence.n_tokens))
-            msg = f"{n:,} positions cannot be saved of {sequence.n_tokens:,}: give one of {at}, or leave it out for all"
+            msg = f"{n:,} of {sequence.n_tokens:,} positions cannot be saved: give one of {at}, or leave the number out to save all"
             raise UsageError(msg)
         states = self._checkpoints.saved(n)
         if sequence.stateful and (not states or states[-1][0] != n):
@@ -98,11 +98,11 @@ class SavedSequence:
     #
 
     def restore(self, file: SnapshotFile, prompt: Tokens | None = None) -> int:
-        """Restore a snapshot into the sequence, which must be empty; see KVSequence.restore. Returns the positions."""
+        """Restore a snapshot into the sequence, which must be empty. Returns the number of positions. See KVSequence.restore."""
         sequence = self.sequence
         n = usable(file.outline, self.identity, prompt)
         if n > sequence.options.n_ctx:
-            msg = f"{file.path} cannot be used: it has {n:,} positions, and the context {sequence.options.n_ctx:,}: use a larger `n_ctx`"
+            msg = f"{file.path} cannot be used: it has {n:,} positions, and the context has {sequence.options.n_ctx:,}: use a larger `n_ctx`"
             raise SnapshotError(msg)
         try:
             with sequence.step():
@@ -117,7 +117,9 @@ class SavedSequence:
         except (KVFlashError, KeyboardInterrupt):
             sequence.clear()
             raise
-        chunk = sequence.options.chunk  # not states within a chunk, whose record is about to change
+        chunk = (
+            sequence.options.chunk
+        )  # a state within a chunk is left out, because the chunk's record is about to change
         self._checkpoints.restored({pos: blob for pos, blob in file.contents.states if pos <= n and pos % chunk == 0})
         pending = int(file.contents.sequence["pending"])
         if prompt is None:
@@ -134,7 +136,7 @@ def checked_path(path: str | Path) -> Path:
     if "\0" in str(path):
         msg = f"{str(path)!r} is not a file name: it has a zero byte"
         raise UsageError(msg)
-    with suppress(OSError):  # opening it reports that
+    with suppress(OSError):  # opening the file reports the error
         if res.is_dir():
             msg = f"{path} is a directory: give the name of a snapshot in it, such as {res / 'text.kvsnap'}"
             raise UsageError(msg)

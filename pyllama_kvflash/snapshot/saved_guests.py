@@ -29,10 +29,10 @@ GUESTS = np.dtype(
 class SavedGuests:
     """The guests of a sequence, and a description of its codes.
 
-    n_tokens: positions with codes, from the first, in whole chunks.
+    n_tokens: the number of positions with codes, from the first on; whole chunks.
     n_known: positions with codes when the last segment of 4,096 began.
     sizes: bytes of the codes of each layer.
-    checksums: of the codes of each layer, so that threads can check them; empty: not known yet.
+    checksums: one for each layer's codes, so that threads can check them; empty: not known yet.
     blocks: guest blocks, (n_block,) int32.
     units: the unit in each slot of each layer, (n_layer, n_slot) int32; -1: none.
     """
@@ -61,7 +61,7 @@ class SavedGuests:
         return (res if n_tokens == ledger.n_tokens else res.first(n)), codes
 
     def first(self, n_tokens: int) -> Self:
-        """Return a copy without guests, cut to at most n_tokens positions, which are whole chunks."""
+        """Return a copy without guests, cut to at most n_tokens positions. n_tokens: of whole chunks."""
         none = np.empty((len(self.units), 0), np.int32)
         n = min(n_tokens, self.n_tokens)
         return replace(self, n_tokens=n, n_known=min(n, self.n_known), blocks=none.ravel(), units=none)

@@ -16,19 +16,19 @@ from pyllama_kvflash.snapshot.saved_guests import SavedGuests
 Lend = Callable[[int], None]
 """Lends the record of a chunk to the host store."""
 Codes = Callable[[int], Record]
-"""Reads the codes of a layer. For any thread."""
+"""Reads the codes of a layer. Any thread may call it."""
 
 _LEAST_WIDTH = 256  # the fewest cells that the attention reads
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPool:
-    """The place of every chunk, as arrays (n_chunks,).
+    """The state of a pool, with the place of every chunk as arrays (n_chunks,).
 
-    block: -1: none.
+    block: each chunk's block; -1: none.
     n_pool: cells of the pool.
     n_kv: cells that the attention read; 0: unknown, because positions were cut off.
-    guests: and codes; None without them.
+    guests: the guests, and a description of the codes; None without both.
     """
 
     n_tokens: int
@@ -72,8 +72,8 @@ class SavedPool:
     def put_back(self, pager: Pager, lend: Lend, codes: Codes | None) -> bool:
         """Restore the pool into an empty sequence's pager. Returns whether every chunk is in its former block.
 
-        That needs a pool of the same size without other sequences. Elsewhere the hottest chunks that fit are paged in; with
-        policy fresh, the next token chooses guests instead.
+        Chunks return to their blocks in a pool of the same size that no other sequence shares. Elsewhere the hottest chunks that
+        fit are paged in; with policy fresh, the next token chooses guests instead.
 
         codes: reads saved codes; None: they cannot be used here. Raises the errors of `codes`, `lend` and page-ins.
         """
@@ -113,7 +113,7 @@ class SavedPool:
         return same
 
     def _shares_pool(self, pager: Pager) -> bool:
-        """Return whether guests held or will hold blocks: the saved places of chunks then do not describe the pool."""
+        """Return whether guests held or will hold blocks. If so, the saved places of chunks do not describe this pool."""
         if pager.guests and pager.guests.chooses:
             return not np.all(self.resident)
         return self.guests is not None and len(self.guests.blocks) > 0
