@@ -54,6 +54,15 @@ private:
     kvf_aligned<float> all;
 };
 
+// the largest lane
+static inline __attribute__((always_inline)) float most_lane(lanes_f x) {
+    float res = x[0];
+    for (uint32_t i = 1; i < LANES; ++i) {
+        res = x[i] > res ? x[i] : res;
+    }
+    return res;
+}
+
 // the sum of all lanes. it adds halves of the vector, because in a lane-by-lane sum each addition waits for the last one
 static inline __attribute__((always_inline)) float sum_lanes(lanes_f x) {
     typedef float half_f __attribute__((vector_size(LANES * 2)));

@@ -31,14 +31,6 @@ static inline __attribute__((always_inline)) lanes_f capped(lanes_f x, float cap
     return x < 0 ? -y : y;
 }
 
-static inline __attribute__((always_inline)) float most_lane(lanes_f x) {
-    float res = x[0];
-    for (uint32_t i = 1; i < LANES; ++i) {
-        res = std::max(res, x[i]);
-    }
-    return res;
-}
-
 KVF_CLONES
 void kvf_scales_of(const uint16_t * scales, uint32_t n, float * dst) {
     for (uint32_t i = 0; i < n; i += LANES) {

@@ -111,14 +111,13 @@ private:
 
     kvf_gpu_coders coders(uint32_t layer, uint32_t n_layer) const;
 
-    void add_asker(std::vector<int32_t> & ask, llama_seq_id seq) const;
     // make the ask an input of the graph that is being built. returns false if it already is one
     bool          add_words(ggml_context * ctx, llm_graph_result * res, uint32_t n_token);
     ggml_tensor * add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer,
             void (*launch)(ggml_tensor *, void *), void * userdata, std::vector<ggml_tensor *> args = {});
 
     bool mine(uint32_t layer) const { return fresh.layers[layer].dev == dev; }
-    // the layer of the cache that a layer of the model reads; -1: it is on another device
+    // the layer of the cache that a layer of the model reads; -1: it reads none on this device
     int32_t read_by(int32_t il) const;
 
     ggml_backend_dev_t device() const { return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
