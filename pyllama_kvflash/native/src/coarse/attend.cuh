@@ -64,7 +64,7 @@ struct attend_task : attend_pass {
 // the results of kvf_prepare for a pass
 struct prepared_pass {
     uint2 *    words; // [step][column][4]
-    uint2 *    plain; // [16 values][column][4]
+    uint2 *    plain; // [16 elements][column][4]
     float *    unit;   // the scale of products [column]
     float *    middle; // the number to subtract from products before [column]
     float *    base;   // products with the means of segments [segment][column]

@@ -29,8 +29,8 @@ static __device__ float half_of(uint32_t both, uint32_t i) {
     return __half2float(x);
 }
 
-// multiply 32*N values with a Hadamard matrix, by one warp. each lane has every 32nd value in registers: with all steps in
-// shared memory, the warp would wait for it 14 times
+// multiply 32*N elements with a Hadamard matrix, by one warp. each lane has every 32nd element in registers: with all steps
+// in shared memory, the warp would wait for it 14 times
 template <uint32_t N> static __device__ void hadamard_lanes(float * x) {
     const uint32_t lane = threadIdx.x % 32;
     float          own[N];
@@ -92,7 +92,7 @@ static __device__ __noinline__ void hadamard_row(float * x, uint32_t size) {
     }
 }
 
-// the same for n blocks of `size` values, by one warp
+// the same for n blocks of `size` elements, by one warp
 static __device__ void hadamard_equal(float * x, uint32_t n, uint32_t size) {
 #pragma unroll 1
     for (uint32_t i = 0; i < n; ++i) {
@@ -110,7 +110,7 @@ static __device__ __noinline__ void hadamard(float * x, uint32_t stride, uint32_
     __syncthreads();
 }
 
-// rotate d values, in blocks of powers of two, by one warp
+// rotate d elements, in blocks of powers of two, by one warp
 static __device__ void hadamard_powers(float * x, uint32_t d) {
 #pragma unroll 1
     while (d) {

@@ -184,7 +184,7 @@ static void encode(const lanes_f * x, uint32_t n, const lanes_f & factor, int32_
 }
 
 void kvf_codes::put(uint32_t pos, const float * rows, uint32_t n) {
-    const uint32_t first = pos / UNIT, n_unit = n / UNIT, each = 8 / n_bit; // values in a byte
+    const uint32_t first = pos / UNIT, n_unit = n / UNIT, each = 8 / n_bit; // elements in a byte
     grow(first + n_unit);
 
     kvf_lanes            x(width);

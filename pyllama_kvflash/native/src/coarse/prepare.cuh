@@ -89,7 +89,7 @@ static __device__ void rotate_query(const kvf_gpu_coding & c, const float * fact
     __syncwarp();
 }
 
-// multiply a rotated query with the means of segments: of SEGMENTS, from `first` on, but only below n
+// multiply a rotated query with the means of up to SEGMENTS segments, from `first` on and below n
 static __device__ void segment_products(const kvf_gpu_attend & a, const kvf_gpu_codes & codes, uint32_t head, uint32_t first,
         uint32_t n, const float * x, float * to) {
     const uint32_t width = a.coding[0].width, lane = threadIdx.x % 32;

@@ -61,7 +61,7 @@ template <uint32_t N_BIT> struct value_sums {
         const uint32_t place = N_BIT == 4 ? upper : i % 2 * 2 + upper;
         return (its & MASK << N_BIT * place) | ones;
     }
-    // the factor by which a code in these rows has to be multiplied, since its bits are not the lowest
+    // the factor for a code in these rows, since its bits are not the lowest
     static __device__ float unit(uint32_t i, uint32_t upper) {
         return 1.0f / (1 << N_BIT * (N_BIT == 4 ? upper : i % 2 * 2 + upper));
     }
@@ -72,7 +72,7 @@ template <uint32_t N_BIT> struct value_sums {
     __device__ void add(uint32_t group, const uint4 & weights, int32_t further, float (&res)[4][4]) {
         const uint4 &  a = next[0], &b = next[1];
         const uint32_t from[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
-        uint32_t       x[4][2]; // codes of the positions in the two halves of a product's 16, for two products
+        uint32_t       x[4][2]; // codes for two products, each of 16 positions in two halves
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {
             x[i][0] = __byte_perm(from[i][0], from[i][1], N_BIT == 2 && group % 2 ? 0x7632 : 0x5410);

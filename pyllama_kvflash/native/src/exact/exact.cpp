@@ -1,5 +1,5 @@
-// exact batches: a paned context decodes tokens against all earlier positions, and writes their rows to the records of a
-// pool
+// exact batches: a paned context decodes tokens against all earlier positions, and writes the tokens' rows to the records of
+// a pool
 
 #include "api/args.h"
 

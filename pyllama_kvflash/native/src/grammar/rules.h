@@ -25,7 +25,7 @@ struct kvf_token_tree {
         uint32_t end;   // the first node after its subtree
         uint32_t first; // its tokens are [first, first + n_tokens) of `tokens`
         uint16_t n_tokens;
-        uint16_t depth; // bytes before its own
+        uint16_t depth; // bytes before this one
         uint8_t  byte;
     };
 

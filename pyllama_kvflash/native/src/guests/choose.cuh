@@ -21,8 +21,9 @@ static size_t choose_size(const kvf_gpu_layer & p) {
     return sizeof(choose_memory) + (n_list(p) + 2 * p.n_slot) * sizeof(kvf_pair) + p.n_slot * sizeof(int32_t);
 }
 
-// Return the k-th largest of n keys, of which at least k are above 0. above: the number of larger ones. With `only`, take
-// instead of the keys the numbers (from 1) of those that equal it. A radix select, by 11, 11 and 10 bits
+// Return the k-th largest of n keys, of which at least k are above 0. above: the number of larger ones. If `only` is not 0,
+// select among the numbers (from 1) of the keys that equal it, rather than among the keys. A radix select, by 11, 11 and 10
+// bits
 static __device__ __noinline__ uint32_t kth(
         const int32_t * keys, int32_t only, uint32_t n, uint32_t k, choose_memory & m, uint32_t & above) {
     uint32_t prefix = 0, mask = 0;

@@ -14,7 +14,7 @@
 
 namespace {
 
-// a graph with nodes for codes is not reused for a ubatch without, nor the other way round
+// keeps a graph with nodes for codes from being reused for a ubatch without codes, and the other way round
 struct coarse_input : llm_graph_input_i {
     explicit coarse_input(const kvf_fresh & fresh) : fresh(fresh), there(fresh.has_coarse()), out(fresh.has_out()) {}
 

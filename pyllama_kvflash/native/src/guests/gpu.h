@@ -155,7 +155,7 @@ struct kvf_gpu_attend {
     static constexpr uint32_t MOST_PART = 128, MOST_ROW_PART = 1024; // parts of a query, and of a head over all tokens
     static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 8;        // the most tokens of a launch
     static constexpr uint32_t MOST_WHOLE = 16; // the most tokens of a ubatch for which `whole` may be set
-    static constexpr uint32_t AT_ONCE    = 64; // elements of a value that are summed at once
+    static constexpr uint32_t AT_ONCE    = 64; // elements of a V row that are summed at once
 
     kvf_gpu_layer         p;     // the pool, and the buffers for choosing
     uint32_t              share; // query heads of a key head
