@@ -64,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], type[KVFlashError], tuple[str, ...]]] = [
         ("wide.gguf", "a target with embeddings of size 512", "has 256"),
     ),
     ({"kind": "dflash", "model": "layer 9"}, UnsupportedError, ("layer 9 of its target, which has 3",)),
-    ({"kind": "dflash", "model": "last layer"}, UnsupportedError, ("what the target's last layer gives",)),
+    ({"kind": "dflash", "model": "last layer"}, UnsupportedError, ("the output of the target's last layer",)),
     ({"kind": "dflash", "model": "layer -1"}, UnsupportedError, ("layer -1 of its target, which has 3",)),
     ({"kind": "dflash", "model": "maskless"}, UnsupportedError, ("maskless.gguf", "no mask token")),
 ]

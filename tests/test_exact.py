@@ -477,7 +477,7 @@ def test_batches_that_are_refused(tiny_model: Callable[[str], Model]) -> None:
         for n in (0, N_UBATCH + 1):
             with pytest.raises(UsageError, match="1 to n_ubatch tokens"):
                 run.ctx.decode_into(run.pool.ctx, TOKENS[:n], 0, run.records)
-        with pytest.raises(UsageError, match="pooled context is needed"):
+        with pytest.raises(UsageError, match="pool must be a pooled context"):
             run.ctx.decode_into(stock.ctx, TOKENS[:10], 0, run.records)
         got = run.decode(30)
     with Pass(tiny_model("qwen3"), cache_of("f16")) as run:

@@ -107,7 +107,7 @@ def test_warnings(opened: Open) -> None:
         ({"freq_base": -1}, "`rope.freq_base` is -1"),
         ({"freq_base": 0.5}, "`rope.freq_base` is 0.5"),
         ({"attn_factor": -0.5}, "`rope.attn_factor` is -0.5"),
-        ({"scaling": "linear", "scale": 2, "ext_factor": 1}, "`rope.ext_factor` is of YaRN"),
+        ({"scaling": "linear", "scale": 2, "ext_factor": 1}, "`rope.ext_factor` applies only to YaRN"),
         ({"beta_fast": -2}, "`rope.beta_fast` is -2"),
     ],
 )

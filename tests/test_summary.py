@@ -217,7 +217,7 @@ def test_summaries_forget_and_go_on() -> None:
     summaries.truncate(3)
     assert len(summaries) == 3
     assert summaries.score(0, queries(layers[0])).shape == (4, 3)
-    with pytest.raises(UsageError, match="chunk 4 cannot be summarised: 3 is next"):
+    with pytest.raises(UsageError, match="chunk 4 cannot be summarised yet: chunk 3 is next"):
         summaries.put(4, records[4])
     for chunk in (3, 4):
         summaries.put(chunk, records[chunk + 3])
@@ -363,7 +363,10 @@ def test_a_record_that_is_too_short(missing: str) -> None:
 def test_queries_of_another_shape(shape: tuple[int, ...]) -> None:
     layers = geometry()
     summaries = kept(layers, "mean", [record_of(layers)])
-    with pytest.raises(UsageError, match=r"^queries \(.*\) for 1 chunks, where layer 1 has \(4, 64\) and 1$"):
+    with pytest.raises(
+        UsageError,
+        match=r"^queries \(.*\) for 1 chunks do not fit layer 1, which has \(4, 64\) for each token, and 1 chunks$",
+    ):
         summaries.score(1, np.zeros(shape, np.float32))
 
 
@@ -371,8 +374,12 @@ def test_more_chunks_than_there_are() -> None:
     """Though there is memory for them."""
     layers = geometry()
     summaries = kept(layers, "mean", [record_of(layers)] * 3)
-    with pytest.raises(UsageError, match=r"for 4 chunks, where layer 0 has \(4, 64\) and 3$"):
+    with pytest.raises(
+        UsageError, match=r"for 4 chunks do not fit layer 0, which has \(4, 64\) for each token, and 3 chunks$"
+    ):
         summaries.score(0, queries(layers[0]), 4)
     summaries.truncate(2)
-    with pytest.raises(UsageError, match=r"for 3 chunks, where layer 0 has \(4, 64\) and 2$"):
+    with pytest.raises(
+        UsageError, match=r"for 3 chunks do not fit layer 0, which has \(4, 64\) for each token, and 2 chunks$"
+    ):
         summaries.score(0, queries(layers[0]), 3)

@@ -135,9 +135,14 @@ def test_mass_of_nothing_and_errors() -> None:
     assert mass_of(summaries, 0, q, 1, 0).shape == (0,)
     assert mass_of(Summaries(layers, 16, "mean"), 1, q, 1).shape == (0,)
     for shape in ((4, 64), (2, 4, 63), (2, 3, 64), (2, 8, 64)):
-        with pytest.raises(UsageError, match=r"^queries \(.*\) for 3 chunks, where layer 1 has \(4, 64\) and 3$"):
+        with pytest.raises(
+            UsageError,
+            match=r"^queries \(.*\) for 3 chunks do not fit layer 1, which has \(4, 64\) for each token, and 3 chunks$",
+        ):
             mass_of(summaries, 1, np.zeros(shape, np.float32), 1)
-    with pytest.raises(UsageError, match=r"for 4 chunks, where layer 0 has \(4, 64\) and 3$"):
+    with pytest.raises(
+        UsageError, match=r"for 4 chunks do not fit layer 0, which has \(4, 64\) for each token, and 3 chunks$"
+    ):
         mass_of(summaries, 0, q, 1, 4)
     with pytest.raises(UsageError, match="layers, slabs, q, scales and dst must not be null; n_q must be at least 1"):
         mass_of(summaries, 0, q[:0], 1)
@@ -177,11 +182,16 @@ def test_mass_of_several_layers_is_refused_whole() -> None:
     layers = unlike()
     summaries = kept(layers, "centroid:2", [record_of(layers)] * 3)
     q = [some_queries(layer, 2) for layer in layers]
-    with pytest.raises(UsageError, match=r"^queries \(2, 4, 64\) for 3 chunks, where layer 1 has \(6, 32\) and 3$"):
+    with pytest.raises(
+        UsageError,
+        match=r"^queries \(2, 4, 64\) for 3 chunks do not fit layer 1, which has \(6, 32\) for each token, and 3 chunks$",
+    ):
         summaries.mass([0, 1], [q[0], q[0]], [1, 1])
-    with pytest.raises(UsageError, match=r"^queries \(1, 8, 80\) for 3 chunks, where layer 2 has"):
+    with pytest.raises(UsageError, match=r"^queries \(1, 8, 80\) for 3 chunks do not fit layer 2, which has"):
         summaries.mass([0, 1, 2], [q[0], q[1], q[2][:1]], [1, 1, 1])
-    with pytest.raises(UsageError, match=r"for 4 chunks, where layer 2 has \(8, 80\) and 3$"):
+    with pytest.raises(
+        UsageError, match=r"for 4 chunks do not fit layer 2, which has \(8, 80\) for each token, and 3 chunks$"
+    ):
         summaries.mass([2, 0], [q[2], q[0]], [1, 1], 4)
     with pytest.raises(UsageError, match="for -1 chunks"):
         summaries.mass([0], [q[0]], [1], -1)

@@ -87,7 +87,7 @@ THIRD: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut in its header": (lambda path: replace(path, path.read_bytes()[:50]), "ends within its header, after 50 bytes"),
     "swapped": (
         lambda path: swap(path, path.with_name(path.name.replace("00003-of", "00002-of"))),
-        "is part 3 by what it says",
+        "says that it is part 3",
     ),
     "a whole model": (lambda path: replace(path, BUNDLED_MODEL.read_bytes()), "is a model of one file"),
     "repeated": (repeated, "is of another model, or of another conversion"),
@@ -97,7 +97,7 @@ THIRD: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize(("breaks", "words"), THIRD.values(), ids=THIRD)
 def test_the_part_is_named(files: list[Path], breaks: Callable[[Path], None], words: str) -> None:
     breaks(files[2])
-    number = 2 if words.startswith("is part") else 3
+    number = 2 if words.startswith("says that") else 3
     text = said(files[0])
     assert text.startswith(f"its part {number} of 3, {files[number - 1]}, {words}")
 
@@ -128,10 +128,10 @@ def test_a_part_that_is_not_the_first(files: list[Path], tmp_path: Path) -> None
     assert said(other) == "it is part 2 of 3: give the first one, whose name ends in -00001-of-00003.gguf"
     swap(files[0], files[2])
     assert said(files[0]).startswith(
-        "it is part 3 of 3 by what it says: give it a name that ends in -00003-of-00003.gguf"
+        "its header says that it is part 3 of 3: give it a name that ends in -00003-of-00003.gguf"
     )
     assert said(files[2]).startswith(
-        "it is part 1 of 3 by what it says: give it a name that ends in -00001-of-00003.gguf"
+        "its header says that it is part 1 of 3: give it a name that ends in -00001-of-00003.gguf"
     )
 
 
@@ -141,7 +141,7 @@ def test_parts_that_are_joined_or_renamed(files: list[Path], tmp_path: Path) -> 
     assert said(joined).startswith("it is part 1 of 3 with others joined to it: give the first part as it was")
     renamed.write_bytes(files[0].read_bytes())
     assert said(renamed).startswith(
-        "it is part 1 of 3 by what it says: give it a name that ends in -00001-of-00003.gguf"
+        "its header says that it is part 1 of 3: give it a name that ends in -00001-of-00003.gguf"
     )
 
 

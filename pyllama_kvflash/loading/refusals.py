@@ -89,7 +89,7 @@ CALLS = {
 
 CODES = {
     "a KV cache on a device that is neither the CPU nor CUDA's": Refusal(
-        "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on another device",
+        "codes need a KV cache on the CPU or on a CUDA GPU, and this one is on another device",
         f"{_OTHER}, or the CPU (`n_gpu_layers` 0)",
     ),
     "a pool that is too large for a GPU's shared memory": Refusal(

@@ -61,8 +61,8 @@ class Context(PartialState):
         n_seq: sequences, which share the cells.
         n_rollback: tokens at the end of a batch over which a recurrent state can be rolled back: at most all but the first.
         pool, panes: at most one of them; None: a stock cache with a cell for each position.
-        lodges: for a pool: a paned context of the model, which must outlive it. While that is idle, a GPU keeps codes in its panes, if
-            they are large enough.
+        lodges: for a pool: a paned context of the model, which must outlive it. While the paned context is idle, a GPU keeps the codes in
+            its panes, if they are large enough.
         other: for a drafter: the context of its target.
         mtp: for a drafter: whether it consists of a model's own heads for further tokens.
         n_outputs: for a drafter: the most tokens of a batch that get logits; 0: all.
@@ -245,7 +245,7 @@ class Context(PartialState):
         check(lib.kvf_attn_seq_rm(self.handle, self.seq, start, end))
 
     def set_width(self, n_kv: int) -> None:
-        """Make the attention read at least n_kv cells from now on, as many as when the sequence was saved."""
+        """Make the attention read at least n_kv cells from now on. A restored sequence needs the PoolInfo.n_kv of when it was saved."""
         check(lib.kvf_set_width(self.handle, n_kv))
 
     #
@@ -374,7 +374,7 @@ class Context(PartialState):
 
     @property
     def pinned(self) -> bool:
-        """Whether host_buffer() returns pinned memory, to and from which a device copies by itself."""
+        """Whether host_buffer() returns pinned memory."""
         return self.host_buffer(4096).base is not None
 
     def copy_rate(self, size: int, n: int, *, to_device: bool) -> float:
@@ -405,9 +405,8 @@ class Context(PartialState):
         return res
 
     def queries(self, back: int = 0) -> list[npt.NDArray[np.float32]]:
-        """Return the queries of the last decoded token, or of the token `back` before it, see begin_queries().
-
-        There is one array (n_head, n_embd_head_k) float32 for each tapped layer.
+        """Return the queries of the last decoded token, or of the token `back` before it: an array (n_head, n_embd_head_k) float32 for
+        each tapped layer. See begin_queries().
         """
         shapes = [(layer.n_head, layer.n_embd_head_k) for layer in self.tapped()]
         into = np.empty(sum(n * m for n, m in shapes), np.float32)

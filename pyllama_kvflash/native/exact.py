@@ -38,8 +38,8 @@ class ExactContext(Context):
         pool.computed(self.handle, len(tokens))
 
     def compute(self, pool: Context, tokens: Tokens, pos: int, records: Sequence[Record], outputs: int) -> None:
-        """Compute the batch of decode_into(), possibly while another thread uses the pooled context. Context.computed() then records
-        it as the pooled context's last batch.
+        """Compute the batch of decode_into(), possibly while another thread uses the pooled context. Afterwards, call the pooled
+        context's computed(), so that it counts as its last batch.
         """
         buf = ffi.from_buffer("int32_t[]", tokens)
         held = [ffi.from_buffer(record) for record in records]
@@ -48,7 +48,7 @@ class ExactContext(Context):
         compute(lib.kvf_decode_exact, self.handle, *place, ffi.new("void *[]", held), len(held), size)
 
     def pace(self, *, paced: bool) -> None:
-        """Make batches leave room on the device's queue and bus for another thread's work."""
+        """Set whether batches leave room on the device's queue and bus for another thread's work."""
         check(lib.kvf_pace_exact(self.handle, paced))
 
     def wait_whole(self, n_ahead: int = 0) -> int:

@@ -89,7 +89,7 @@ class Guests:
     def cover(self, first: int, records: Sequence[Record]) -> None:
         """Allow chunks first, first + 1, ... as guests. They must have codes in all layers.
 
-        Their records must not move until the context is cut to fewer positions.
+        Their records must not move until the sequence is cut to fewer positions.
         """
         at = _addresses(records)
         check(lib.kvf_codes_cover(self._ctx.handle, self._ctx.seq, first, at, len(at)))
@@ -127,7 +127,8 @@ class Guests:
     #
 
     def resize(self, n: int, blocks: Sequence[int] | None = None) -> None:
-        """Set the number of guest blocks to n: the first ones stay, and free blocks are added. blocks: take these, if there were none.
+        """Set the number of guest blocks to n: the first ones stay, and free blocks are added. blocks: the blocks to take, only for a
+        sequence without guest blocks; None: the first free ones.
 
         The next batch fills the new slots. Raises PoolError, and changes nothing, if too few blocks are free.
         """

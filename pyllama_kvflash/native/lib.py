@@ -25,8 +25,9 @@ T = TypeVar("T")
 # measured on two cores; with many, a thread that sleeps in the kernel may wake up late (docs/results/cpu.md)
 _FEW_CORES = 8
 
-# Finished threads wait for the others. By default, libgomp's spin for long, and keep a busy core from the thread that they wait
-# for. With this setting, which libgomp reads when it is loaded, they sleep in the kernel after some 20 us
+# Threads that have finished their share wait for the others. By default, libgomp's threads spin for long, and on a busy machine
+# take the core from the thread that they wait for. With this setting, which libgomp reads when it is loaded, they sleep in the
+# kernel after some 20 us
 if (os.cpu_count() or 1) <= _FEW_CORES and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -105,7 +106,7 @@ def compute(function: Callable[..., int], *args: Any) -> None:
 
 
 def mapped(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
-    """Call a function with each item, in threads; in this thread if Python can start no others, as while it exits."""
+    """Call a function with each item, in threads. If Python can start no threads, as while it exits, call it in this one."""
     try:
         return workers.map(f, items)
     except RuntimeError:
@@ -146,7 +147,9 @@ def unless_forked(free: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _free(free: Callable[[Any], None], pid: int, pointer: Any) -> None:
-    """Free an object. Python waits for this at exit, as for compute(). Then other threads free nothing: the driver may be gone."""
+    """Free an object. Python waits for this at exit, as for compute(). From then on, only the main thread frees objects: the driver
+    may be gone before other threads get to it.
+    """
     if os.getpid() == pid and not (_ending and threading.current_thread() is not threading.main_thread()):
         noted(_under_way, object(), functools.partial(free, pointer))
 

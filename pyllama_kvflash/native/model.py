@@ -93,7 +93,7 @@ class Model:
 
     @property
     def vocab(self) -> Any:
-        """The native vocabulary, which keeps the model. Raises UsageError once it is closed."""
+        """The native vocabulary, which keeps the model alive. Raises UsageError once the model is closed."""
         return self._opened(self._vocab)
 
     def _opened(self, native: Any) -> Any:
@@ -322,7 +322,7 @@ class Model:
 
     def _check_tokenizer(self) -> None:
         if not self.has_tokenizer:
-            msg = f"{self.path} has no tokenizer: it can decode token ids, and neither read nor write text"
+            msg = f"{self.path} has no tokenizer: it can decode token ids, but neither read nor write text"
             raise errors.UnsupportedError(msg)
 
     def _check_token(self, token: int) -> None:

@@ -47,9 +47,7 @@ class Rope:
             if value != -1:
                 check_range(value, 0, _MOST, f"rope.{name}", "-1 is the model's")
                 if self.scaling in ("none", "linear"):
-                    msg = (
-                        f"`rope.{name}` is of YaRN, and `rope.scaling` is {self.scaling!r}: give yarn, or leave it out"
-                    )
+                    msg = f"`rope.{name}` applies only to YaRN, and `rope.scaling` is {self.scaling!r}: give yarn, or leave `rope.{name}` out"
                     raise UsageError(msg)
 
     def apply(self, params: Any) -> None:

@@ -119,7 +119,9 @@ class Sampling:
         for _, bias in self.logit_bias:
             errors.check_range(bias, -math.inf, 1e3, "logit_bias")
         if self.n_probs is not None:
-            errors.check_range(self.n_probs, 0, MAX_PROBS, "n_probs", "each token of the answer is told with so many")
+            errors.check_range(
+                self.n_probs, 0, MAX_PROBS, "n_probs", "so many likely tokens are reported with each token"
+            )
         if self.seed is not None:
             errors.check_range(self.seed, 0, 2**32 - 2, "seed")
 
@@ -244,7 +246,7 @@ _BLOCK = 64
 def most(values: npt.NDArray[np.float32], n: int) -> npt.NDArray[np.intp]:
     """Return the indices of the n largest of values (m,), the largest first; of all if they are fewer.
 
-    Sorts only few: values below the n-th largest block maximum are excluded first.
+    It sorts only a few values: those below the n-th largest block maximum are excluded first.
     """
     n, n_blocks = min(n, len(values)), len(values) // _BLOCK
     if n == 0:

@@ -91,7 +91,7 @@ class Summaries:
     def put(self, chunk: int, record: Record) -> None:
         """Summarise the record (record_bytes,) uint8 of the next chunk, or an earlier chunk again. Raises UsageError."""
         if not 0 <= chunk <= self._n:
-            msg = f"chunk {chunk} cannot be summarised: {self._n} is next"
+            msg = f"chunk {chunk} cannot be summarised yet: chunk {self._n} is next"
             raise UsageError(msg)
         self.reserve(chunk + 1)
         self._write(chunk, record)
@@ -124,8 +124,7 @@ class Summaries:
         """
         n = self._n if n is None else n
         if q.shape != self._shapes[layer] or not 0 <= n <= self._n:
-            msg = f"queries {q.shape} for {n} chunks, where layer {layer} has {self._shapes[layer]} and {self._n}"
-            raise UsageError(msg)
+            raise self._misfit(layer, q, n)
         q = np.ascontiguousarray(q, np.float32)
         res = np.empty((len(q), n), np.float32)
         pq, to = ffi.from_buffer("float[]", q), ffi.from_buffer("float[]", res)
@@ -154,8 +153,7 @@ class Summaries:
         qs = [np.ascontiguousarray(q, np.float32) for q in queries]
         for layer, q, _ in zip(layers, qs, scales, strict=True):
             if q.shape[1:] != self._shapes[layer] or len(q) != len(qs[0]) or not 0 <= n <= self._n:
-                msg = f"queries {q.shape} for {n} chunks, where layer {layer} has {self._shapes[layer]} and {self._n}"
-                raise UsageError(msg)
+                raise self._misfit(layer, q, n)
         res = np.empty((len(qs), n), np.float32)
         slabs = [self._pointers(layer, -(-n // SLAB)) for layer in layers]
         check(
@@ -173,6 +171,10 @@ class Summaries:
             )
         )
         return res
+
+    def _misfit(self, layer: int, q: npt.NDArray[np.float32], n: int) -> UsageError:
+        has = f"{self._shapes[layer]} for each token, and {self._n} chunks"
+        return UsageError(f"queries {q.shape} for {n} chunks do not fit layer {layer}, which has {has}")
 
     def _pointers(self, layer: int, n: int) -> Any:
         """Return the addresses of the first n slabs of a layer. Slabs never move."""

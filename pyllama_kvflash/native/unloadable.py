@@ -49,7 +49,7 @@ def _why_not_first(path: Path, header: Header) -> str:
     if name and path.name.endswith(end):
         return f"it is part {no + 1} of {n}: give the first one, {parts(path.name)[0]}" if no else ""
     if no == 0 or name:
-        return f"it is part {no + 1} of {n} by what it says: give it a name that ends in {end}, as the parts are found by their names"
+        return f"its header says that it is part {no + 1} of {n}: give it a name that ends in {end}, since parts are found by their names"
     return f"it is part {no + 1} of {n}: give the first one, whose name ends in -00001-of-{n:05}.gguf"
 
 
@@ -80,7 +80,7 @@ def _why_not_whole(path: Path, first: Header) -> str:
             return f"its part {i + 1} of {n}, {part}, {why}"
     found, wanted = len(seen), first.values.get(b"split.tensors.count", 0)
     return (
-        f"its parts have {found} tensors in place of {wanted!r}: download all parts from one place"
+        f"its parts have {found} tensors instead of {wanted!r}: download all parts from one place"
         if found != wanted
         else ""
     )
@@ -99,7 +99,7 @@ def _why_not_part(header: Header, first: Header, i: int, path: Path) -> str:
     if n != wanted or other:
         return _FOREIGN
     if no != i:
-        return f"is part {no + 1} by what it says: name it {parts(path.name)[no]}"
+        return f"says that it is part {no + 1}: name it {parts(path.name)[no]}"
     return ""
 
 

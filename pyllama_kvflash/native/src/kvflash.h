@@ -70,13 +70,13 @@ struct kvf_pool_params {
     uint64_t fingerprint; // the model's, written to every record
     uint32_t q_every;     // keep queries in every q_every-th pooled layer, beginning with layer q_every/2; 1: in all layers
     uint32_t n_exchange;  // the most guests that a layer exchanges per ubatch
-    // bits per value in the codes of keys and of values: 2 or 4. Codes let tokens attend to positions outside the pool.
-    // coarse_k 0: no codes and no guests
+    // bits per element in the codes of keys and of values: 2 or 4, or 32 in tests (exact). Codes let tokens attend to
+    // positions outside the pool. coarse_k 0: no codes and no guests
     uint32_t coarse_k;
     uint32_t coarse_v;
     // a paned context of the same model, which must outlive this one. On a GPU whose panes are large enough (least_bytes),
-    // the codes share their memory, and move to the host while an exact batch is computed. null: codes have memory of their
-    // own
+    // the codes share the panes' memory, and move to the host while an exact batch is computed. null: the codes have their
+    // own memory
     struct llama_context * panes;
 };
 
@@ -246,8 +246,8 @@ LLAMA_API int kvf_page_in(
 // wait for all copies up to a ticket; 0: for all copies
 LLAMA_API int kvf_wait(struct llama_context * ctx, uint64_t ticket);
 
-// host memory that the device copies to and from at the full speed of the bus; NULL: any memory is as fast. any thread may
-// allocate it, during a computation, too. free it only when no copy uses it
+// host memory that the device copies to and from at the full speed of the bus. *host is NULL if any memory is as fast. any
+// thread may allocate it, even during a computation. free it only when no copy uses it
 struct kvf_host;
 LLAMA_API int    kvf_host_new(struct llama_context * ctx, size_t size, struct kvf_host ** host);
 LLAMA_API void * kvf_host_base(struct kvf_host * host);
@@ -349,8 +349,9 @@ LLAMA_API int kvf_codes_get(
 LLAMA_API int kvf_codes_set(
         struct llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size);
 
-// set the number of a sequence's guest blocks to n: the first ones stay, and free blocks are added. a sequence without any
-// gets `blocks`. the next ubatch fills the empty slots. KVF_E_NO_BLOCK: nothing was changed
+// set the number of a sequence's guest blocks to n: the first ones stay, and free blocks are added. blocks: the n blocks to
+// take, only for a sequence without guest blocks; null: the first free ones. the next ubatch fills the empty slots.
+// KVF_E_NO_BLOCK: nothing was changed
 LLAMA_API int kvf_set_guests(struct llama_context * ctx, llama_seq_id seq, uint32_t n, const int32_t * blocks);
 // a sequence's guest blocks [n_block], and the unit in each slot of each layer [n_layer, n_slot]; -1: the slot is empty
 LLAMA_API int kvf_get_guests(
@@ -445,7 +446,7 @@ struct kvf_grammar_params {
     const char *         text;     // GBNF
     const char *         after;    // text that the grammar accepts before the answer begins, with special tokens
     bool                 lazy;     // the grammar begins at a trigger in the answer: a pattern or a token
-    const char * const * patterns; // regular expressions, matched from the answer's start
+    const char * const * patterns; // regular expressions, searched in the last 512 bytes of the answer. ^ is its start
     size_t               n_patterns;
     const llama_token *  tokens;
     size_t               n_tokens;

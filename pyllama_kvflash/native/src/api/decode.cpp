@@ -174,9 +174,7 @@ KVF_CLONES static float top_probability(const float * x, int32_t n, float top) {
     lanes_f sum = {};
     int32_t i   = 0;
     for (; i + (int32_t) LANES <= n; i += LANES) {
-        lanes_f some;
-        memcpy(&some, x + i, sizeof(some));
-        sum += exponential(some - top);
+        sum += exponential(vector_at(x + i) - top);
     }
     float all = sum_lanes(sum);
     for (; i < n; ++i) {

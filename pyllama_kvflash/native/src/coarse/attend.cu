@@ -1,10 +1,10 @@
-// Attention by codes on a GPU, see coarse/coarse.h and coarse/codes.h: what the codes of all positions outside the pool
-// give, in one softmax with the pool; and the choice of the pool's guests by it, for the next token. No word from the host.
+// Attention by codes on a GPU, see coarse/coarse.h and coarse/codes.h: the codes of all positions outside the pool are in
+// one softmax with the pool. This attention also chooses the guests for the next token, without the host.
 
 #include "coarse/near.cuh"
 #include "coarse/prepare.cuh"
 
-// what a warp has at its end
+// write the final sums of a warp to shared memory
 static __device__ void keep_sums(const far_sums & its, attend_memory & m) {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (uint32_t j = 0; j < 2 && lane < 4; ++j) {
@@ -17,7 +17,8 @@ static __device__ void keep_sums(const far_sums & its, attend_memory & m) {
     __syncthreads();
 }
 
-// relative to what all warps of a block have, by which theirs are multiplied. words: of rows
+// combine the sums of the block's warps, write them to the parts, and find the factor of each warp's values. words: the
+// words of tokens in the ask
 static __device__ void sum_up(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t tokens,
         const int32_t * words, attend_memory & m) {
     for (uint32_t i = threadIdx.x; i < COLS * at.n_warp; i += blockDim.x) {
@@ -49,7 +50,8 @@ static __device__ void sum_up(const kvf_gpu_attend & a, const attend_places & at
     __syncthreads();
 }
 
-// the values of a block's warps become those of parts. segment: whose mean values are about, ~0: of none
+// add up the values of the block's warps, and write them to the parts. segment: its mean counts for the weights in
+// all_about; ~0: there is none
 template <uint32_t BITS_V>
 static __device__ void put_values(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
         uint32_t segment, const attend_memory & m) {
@@ -80,9 +82,9 @@ static __device__ void put_values(const kvf_gpu_attend & a, const attend_places 
     }
 }
 
-// grid: passes; heads of keys; parts. Blocks of all passes come to the same codes together: the cache of the device has them
-// then. And a multiprocessor has parts far from each other: it attends to codes and to the pool. tokens: of the batch, from
-// the first one on, n of them
+// grid: passes, key heads, parts. Blocks of all passes read the same codes at about the same time, so these are in the L2
+// cache. The parts of a multiprocessor are far from each other, so it works on codes and on the pool. The launch covers
+// tokens [tokens, tokens + n) of the ubatch
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __global__ void __launch_bounds__(AT, 4) kvf_attend(
         const __grid_constant__ kvf_gpu_attend a, const int32_t * words, uint32_t tokens, uint32_t n) {
@@ -132,12 +134,12 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(
         } else {
             attend_pool(a, at, ask, task, of_row, prepared, m, sums);
         }
-        ggml_cuda_pdl_lc(); // blocks of kvf_mix begin
+        ggml_cuda_pdl_lc(); // blocks of kvf_mix may begin
         keep_sums(sums, m);
         sum_up(a, at, task, tokens, of_row, m);
         if (far || a.whole) { put_values<BITS_V>(a, at, task, segment, m); }
     }
-    ggml_cuda_pdl_sync(); // of rows that have nothing outside, too: who waits for this kernel does not wait for kvf_prepare
+    ggml_cuda_pdl_sync(); // even without work: a kernel that waits for this one relies on kvf_prepare having ended, too
 }
 
 //
@@ -147,21 +149,22 @@ static __global__ void __launch_bounds__(AT, 4) kvf_attend(
 static constexpr uint32_t MIX = 512; // threads
 
 struct mix_places {
-    uint32_t n_value, n_group; // of threads, of which each adds up some parts
+    uint32_t n_value, n_group; // groups of threads: each adds up some of the parts
     size_t   factors, values, near, sums, end;
 
     KVF_BOTH mix_places(const kvf_gpu_attend & a, uint32_t n_part) {
         n_value = a.n_value();
         n_group = n_value < MIX ? MIX / n_value : 1;
         factors = 16;
-        values  = factors + GGML_PAD(n_part, 4) * sizeof(float); // by value
+        values  = factors + GGML_PAD(n_part, 4) * sizeof(float); // in the order of elements
         near    = values + n_value * sizeof(float);
         sums    = near + n_value * sizeof(float); // [far, near][group][place]
         end     = sums + 2 * n_group * n_value * sizeof(float);
     }
 };
 
-// What parts have, relative to all of them. total: far, near
+// find the factor of each part, relative to the largest logit of all, and the total weights of codes and of the pool (x and
+// y)
 static __device__ void mix_factors(const kvf_gpu_attend & a, const float * parts, uint32_t n_part, uint32_t n_far,
         const float * sinks, uint32_t head, float * factors, float2 & total) {
     const uint32_t size = a.part_size();
@@ -184,7 +187,7 @@ static __device__ void mix_factors(const kvf_gpu_attend & a, const float * parts
     if (threadIdx.x == 0) { total = {far, near}; }
 }
 
-// some parts' sums of a value, which are read before their factors are known
+// the sums of one element in some of the parts. they are loaded before the factors are known
 struct mix_read {
     static constexpr uint32_t MOST = 16;
 
@@ -203,13 +206,13 @@ struct mix_read {
 #pragma unroll
         for (uint32_t i = 0; i < MOST; ++i) {
             const uint32_t part = first + i * each;
-            const float    one  = part < n && factors[part] > 0 ? x[i] * factors[part] : 0; // the others are not set
+            const float    one  = part < n && factors[part] > 0 ? x[i] * factors[part] : 0; // others may be uninitialised
             (part < n_far ? far : near) += one;
         }
     }
 };
 
-// what groups have, as values in their order
+// add up the sums of the groups, and put them into the order of elements
 template <uint32_t BITS_V> static __device__ void mix_values(const mix_places & at, bool near) {
     const float * sums = &shared<float>(at.sums);
 #pragma unroll 1
@@ -225,8 +228,8 @@ template <uint32_t BITS_V> static __device__ void mix_values(const mix_places & 
     __syncthreads();
 }
 
-// what the attention gives becomes that with the positions outside the pool; or, where all is ours, all of it. grid: heads;
-// tokens
+// extend the result of llama.cpp's attention to the positions outside the pool; with `whole`, write the entire result. grid:
+// query heads, tokens
 template <uint32_t BITS_V>
 static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kvf_gpu_attend a, const kvf_gpu_queries out,
         const float * sinks, const int32_t * words, uint32_t tokens, uint32_t n_part, uint32_t n_value) {
@@ -242,7 +245,7 @@ static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kv
     const uint32_t n_far = a.n_far(ask.blocks(seq) - kvf_gpu_ask::LEN_SEQ, n_part), n = a.whole ? n_part : n_far;
     const uint32_t group = at.n_group > 1 ? tid / at.n_value : 0, each = at.n_group;
     const float *  factors_back = a.codes[1][seq].factors + kv_head * c.d;
-    const float    back         = tid < c.d ? factors_back[tid] : 0; // what was there before kvf_prepare
+    const float    back         = tid < c.d ? factors_back[tid] : 0; // does not depend on kernels that may still run
     float2 &       total   = shared<float2>();
     float * const  factors = &shared<float>(at.factors);
     float * const  sums    = &shared<float>(at.sums);
@@ -251,7 +254,7 @@ static __global__ void __launch_bounds__(MIX) kvf_mix(const __grid_constant__ kv
     if (tid < 32) { mix_factors(a, parts, n_part, n_far, sinks, head, factors, total); }
     __syncthreads();
     const float far = total.x, all = total.x + total.y;
-    if (far <= 0 && !a.whole) { return; } // the pool has all of it
+    if (far <= 0 && !a.whole) { return; } // the codes have no weight
 
 #pragma unroll 1
     for (uint32_t place = tid; group < each && place < each * at.n_value; place += MIX) {
@@ -300,7 +303,7 @@ static __global__ void KVF_BOUNDS(THREADS, 80)
     exchange(p, ask, n, n_part, meet);
 }
 
-// grid: layers, from the first one on; sequences
+// fill free slots. grid: layers, sequences
 static __global__ void __launch_bounds__(THREADS) kvf_occupy(const kvf_gpu_layer * layers, const int32_t * all) {
     const kvf_gpu_layer & p   = layers[blockIdx.x];
     const uint32_t        seq = blockIdx.y;
@@ -313,7 +316,7 @@ static __global__ void __launch_bounds__(THREADS) kvf_occupy(const kvf_gpu_layer
 
     auto &           n     = work<uint32_t>(p);
     kvf_move * const moves = &work<kvf_move>(p, 16);
-    if (threadIdx.x == 0) { // seldom, and few: the last units that are not there
+    if (threadIdx.x == 0) { // rarely needed, and for few slots: take the last units that the pool does not have
         const uint32_t * taken  = &shared<uint32_t>(places(p).taken);
         const int32_t *  table  = &shared<int32_t>(places(p).table);
         uint32_t         u      = ask.seq(seq)[kvf_gpu_ask::N_UNIT];
@@ -347,7 +350,7 @@ template <uint32_t BITS_K> static decltype(&kvf_attend<4, 4>) attend_of(uint32_t
     return bits_v == 4 ? kvf_attend<BITS_K, 4> : kvf_attend<BITS_K, 2>;
 }
 
-// what runs on the stream beside the backend's own, after what that has so far
+// return a second stream of the backend, which waits for the work submitted to the main one so far
 static cudaStream_t forked(ggml_backend_cuda_context & ctx, const kvf_events & its) {
     const auto stream = ctx.stream(ctx.device, KVF_BESIDE);
     CUDA_CHECK(cudaEventRecord(its.forked, ctx.stream()));
@@ -368,12 +371,13 @@ static void attend(const kvf_gpu_attend & a, const ggml_tensor * q, const ggml_t
             its, first, n_token);
 }
 
-// before what a layer does on the backend's stream: both have the same scratch
+// wait for the late choice of an earlier layer before this layer uses the main stream: both use the same scratch
 static void wait_for_late(const kvf_gpu_attend & a, ggml_backend_cuda_context & ctx) {
     if (a.after) { CUDA_CHECK(cudaStreamWaitEvent(ctx.stream(), ((const kvf_events *) a.after)->done, 0)); }
 }
 
-// all of it; or, beside the attention to the pool, what is outside. of many tokens a part at a time, by the next node
+// with `whole`, attend to everything; otherwise to the codes, beside llama.cpp's attention to the pool. for many tokens, the
+// mix node does this in several launches
 void kvf_attend_node(ggml_tensor * dst, void * on) {
     const auto &   a       = userdata<const kvf_gpu_attend>(dst);
     auto &         ctx     = *(ggml_backend_cuda_context *) on;
@@ -414,7 +418,7 @@ void kvf_late_node(ggml_tensor * dst, void * on) {
     auto &         ctx     = *(ggml_backend_cuda_context *) on;
     const auto &   events  = *(const kvf_events *) a.events;
     const uint32_t n_token = dst->src[1]->ne[a.by_head ? 1 : 2];
-    // it ends before the next layer attends to its codes. fewer blocks hold the nodes beside it up less
+    // beside other nodes it has time until the next layer's attention, and with fewer blocks it slows these nodes down less
     const auto     stream = a.late_beside ? forked(ctx, events) : ctx.stream();
     const uint32_t n      = ggml_cuda_info().devices[ctx.device].nsm;
     launch(kvf_late, dim3(a.late_beside ? (n + 7) / 8 : n), dim3(THREADS), shared_size(a.p), stream, true, a.p,

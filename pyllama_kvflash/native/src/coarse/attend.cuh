@@ -1,19 +1,19 @@
 #pragma once
 
-// what attention by codes begins with: what a block does and knows
+// attention by codes: the task of a block, and its shared memory
 
 #include "guests/choose.cuh"
 #include "coarse/coded.cuh"
 #include "coarse/ptx.cuh"
 
 static constexpr uint32_t COLS  = kvf_gpu_attend::COLUMNS;      // queries of a product
-static constexpr uint32_t PAIRS = 4;                            // of units, whose weights a warp has at once
-static constexpr uint32_t STEPS = 4;                            // products of keys, of which the words are read together
+static constexpr uint32_t PAIRS = 4;                            // pairs of units whose weights a warp holds at once
+static constexpr uint32_t STEPS = 4;                            // products of keys whose words are loaded together
 static constexpr uint32_t MOST_WARPS = AT / 32;                 // of a block
-static constexpr uint32_t AT_ONCE    = kvf_gpu_attend::AT_ONCE; // values whose sums a warp has in registers
+static constexpr uint32_t AT_ONCE    = kvf_gpu_attend::AT_ONCE; // elements whose sums a warp holds in registers
 static constexpr float    MOST_BYTE  = 127;
-static constexpr float    LITTLE     = 1.0f / 16384; // of the weights so far: a piece with less has the mean for its values
-static constexpr float    LEAD       = 8;            // by how much a logit may pass the largest before it: 2^16 is no half
+static constexpr float    LITTLE     = 1.0f / 16384; // a piece with a smaller share of the weights counts with the mean value
+static constexpr float    LEAD       = 8; // how far a logit may exceed the largest before it: 2^16 would overflow a half
 
 static __device__ uint32_t halves(float a, float b) {
     const half2 both = __floats2half2_rn(a, b);
@@ -22,14 +22,14 @@ static __device__ uint32_t halves(float a, float b) {
     return res;
 }
 
-// the queries of a pass, and the tokens that they belong to
+// the queries of a pass, and their tokens
 struct attend_pass {
-    uint32_t head, share; // of keys; its queries of a token
-    uint32_t row, n_row;  // tokens
-    uint32_t skip, n;     // queries of the first token that are another pass's; its own
+    uint32_t head, share; // the key head, and its number of query heads
+    uint32_t row, n_row;  // the tokens
+    uint32_t skip, n;     // queries of the first token that belong to the pass before; queries of this pass
     uint32_t index;
 
-    // the i-th of a head. tokens: of the batch, from the first one on, n_token of them
+    // the i-th pass of a key head, for tokens [tokens, tokens + n_token) of the ubatch
     __device__ attend_pass(const kvf_gpu_attend & a, uint32_t head, uint32_t i, uint32_t tokens, uint32_t n_token) :
         head(head), share(a.share), index(i * a.p.n_head_kv + head) {
         const uint32_t first = i * COLS;
@@ -41,18 +41,18 @@ struct attend_pass {
 
     __device__ uint32_t row_of(uint32_t column) const { return row + (skip + column) / share; }
     __device__ uint32_t head_of(uint32_t column) const { return head * share + (skip + column) % share; }
-    // the first one of the i-th token, or the end
+    // the first column of the i-th token; n if the pass has no more tokens
     __device__ uint32_t column_of(uint32_t i) const { return i == 0 ? 0 : min(n, i * share - skip); }
 
-    // -1: nothing is outside the pool. words: of tokens
+    // the sequence of the i-th token; -1: it has nothing outside the pool. words: the words of tokens in the ask
     __device__ int32_t seq_of(const int32_t * words, uint32_t i) const {
         return words[(row + i) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::SEQ];
     }
 };
 
-// what a block does: the columns of tokens that belong to one sequence
+// the task of a block: a part of the positions, for the columns of the tokens of one sequence
 struct attend_task : attend_pass {
-    uint32_t from, end; // columns that count
+    uint32_t from, end; // these columns
     uint32_t part, n_part, n_far;
     uint32_t seq, n_unit, n_fill, n_common;
 
@@ -61,14 +61,14 @@ struct attend_task : attend_pass {
     __device__ bool has(uint32_t column) const { return column >= from && column < end; }
 };
 
-// what kvf_prepare has of a pass
+// the results of kvf_prepare for a pass
 struct prepared_pass {
     uint2 *    words; // [step][column][4]
-    uint2 *    plain; // [16 values][column][4]
-    float *    unit;  // [column]: by which products are multiplied
-    float *    middle;
-    float *    base; // [segment][column]
-    uint32_t * taken; // of the pass's first token
+    uint2 *    plain; // [16 elements][column][4]
+    float *    unit;   // the scale of products [column]
+    float *    middle; // the number to subtract from products before [column]
+    float *    base;   // products with the means of segments [segment][column]
+    uint32_t * taken;  // a bit for each unit that the pool has, of the first token's sequence
 
     __device__ prepared_pass(const kvf_gpu_attend & a, const attend_pass & pass, uint32_t tokens) {
         words  = (uint2 *) (a.passes + (uint64_t) pass.index * a.pass_size());
@@ -80,21 +80,21 @@ struct prepared_pass {
     }
 };
 
-// a head's bytes of the rows of some cells: of keys, or of values
+// the bytes of one head in rows of the pool, keys or values, and how a warp copies 16 rows
 struct pool_rows {
     const char * from;
     uint64_t     stride;
     int32_t      type;
-    uint32_t     n, size;    // bytes; those that are copied at once, 1: nothing is aligned
-    uint32_t     shift;      // where those of the head begin
-    uint32_t     first;      // and its first value among these
-    uint32_t     room;       // from row to row in shared memory
-    uint32_t     more, rest; // from piece to piece of a lane
-    uint16_t     row[32], i[32]; // of each lane's first piece: its row, and which one of that
+    uint32_t     n, size;    // bytes of a row; bytes of a piece, which is one copy (1: unaligned)
+    uint32_t     shift;      // the head's offset in these bytes
+    uint32_t     first;      // the index of its first element from there on
+    uint32_t     room;       // bytes from row to row in shared memory
+    uint32_t     more, rest; // rows and pieces from one piece of a lane to its next
+    uint16_t     row[32], i[32]; // the row of each lane's first piece, and the number of the piece in that row
 };
 
-// what a block knows. Of each warp, at its end: the largest logit, the sum of the weights, relative to what its sums of
-// values are, and the sum of the weights whose values have the mean of a segment, too
+// The fixed part of a block's shared memory. At its end, each warp writes its largest logit, the sum of its weights, the
+// logit that its sums of values are relative to, and the sum of the weights that also count with the mean value of a segment
 struct attend_memory {
     kvf_gpu_codes codes[2]; // of the sequence
     pool_rows     rows[2];
@@ -102,14 +102,15 @@ struct attend_memory {
     float         top[MOST_WARPS][COLS], sum[MOST_WARPS][COLS], values_top[MOST_WARPS][COLS], about[MOST_WARPS][COLS];
     float         by[MOST_WARPS][COLS];
     float         all_about[COLS];
-    float *       part[COLS]; // where it goes; null: a query does not count
+    float *       part[COLS]; // where the result goes; null: the task does not have this column
 };
 
-// what a block shares. Of codes and of the pool each has its own, in the same place
+// offsets in a block's shared memory. Blocks for codes use `words` and `weights`; blocks for the pool use the same memory as
+// `queries` and `rows`
 struct attend_places {
-    uint32_t n_warp, n_value, room[2]; // sums of a query; bytes from row to row of the pool: keys, values
+    uint32_t n_warp, n_value, room[2]; // n_value: floats of a query's sum; room: bytes of a row, keys and values
     size_t   values, words, weights;
-    size_t   queries, rows, each, end; // of the pool: what a warp has, weights first
+    size_t   queries, rows, each, end; // each: bytes of a warp in `rows`, its weights and then its rows
 
     KVF_BOTH attend_places(const kvf_gpu_attend & a, uint32_t n_warp) : n_warp(n_warp) {
         n_value = a.n_value();
@@ -126,5 +127,5 @@ struct attend_places {
         end = of_far > of_pool ? of_far : of_pool;
     }
 
-    __device__ uint32_t room_of(bool values) const { return values ? room[1] : room[0]; } // registers are not indexed
+    __device__ uint32_t room_of(bool values) const { return values ? room[1] : room[0]; } // not indexed: that would need memory
 };

@@ -1,4 +1,4 @@
-// what the nodes of the graph compute, by tasks, and what these add up to: see coarse/coarse.h
+// the nodes of the graph: they cut the work into tasks, and combine the results, see coarse/coarse.h
 
 #include "coarse/coarse.h"
 
@@ -6,7 +6,7 @@
 #include <cmath>
 
 static constexpr uint32_t UNIT = kvf_fresh::UNIT;
-static constexpr uint32_t FEW  = 32; // tokens of a draft: each is computed as if it were alone, to the last bit
+static constexpr uint32_t FEW  = 32; // most tokens of a draft. each of these has bit for bit the result that it has alone
 
 //
 // tasks
@@ -57,7 +57,7 @@ kvf_coarse_on_cpu::work kvf_coarse_on_cpu::make_work(llama_seq_id seq, const nod
         w.pos.push_back(s.pos[i]);
         w.asking.push_back(asks ? (int32_t) next++ : -1);
     }
-    w.n_common = attends && w.keeps ? 0 : s.cells.size(); // they are kept, too
+    w.n_common = attends && w.keeps ? 0 : s.cells.size(); // the choice kept their sums, too
     w.n_cell   = w.n_common + (attends ? s.n_fill * UNIT : 0);
     w.n_batch  = (w.n_query() + KVF_MOST_Q - 1) / KVF_MOST_Q;
     w.n_far    = (s.n + KVF_TILE - 1) / KVF_TILE;
@@ -109,7 +109,7 @@ void kvf_coarse_on_cpu::compute(const node & at, const ggml_tensor * q_all, bool
         auto w = make_work(seq, at, attends);
         place(w);
         q.set = false;
-        for (uint32_t task = ith; task < w.n_task(); task += nth) { // one head has more to do than another
+        for (uint32_t task = ith; task < w.n_task(); task += nth) { // interleaved, because heads differ in their work
             run(w, at, q_all, task, q);
         }
     }

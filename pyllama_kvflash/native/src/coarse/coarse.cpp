@@ -1,4 +1,4 @@
-// codes, and nodes of the graph: see coarse/coarse.h
+// making and storing codes, and building the nodes of the graph, see coarse/coarse.h
 
 #include "coarse/coarse.h"
 
@@ -24,8 +24,8 @@ size_t kvf_coarse_size(const kvf_fresh::layer & l, const kvf_fresh::params & p, 
     return res;
 }
 
-// copy(bytes, size) what n positions have, in their order, so that the bytes of fewer are the beginning: what rows are
-// divided by, and at a segment's first unit its means
+// call copy(bytes, size) for all parts of the codes of n positions: the divisors, then each unit, and before a segment's
+// first unit its means. in this order, the bytes of fewer positions are a prefix
 template <typename F> static void each_part(std::vector<kvf_codes> & all, uint32_t n, const F & copy) {
     constexpr uint32_t each = kvf_codes::SEGMENT / UNIT;
     for (auto & its : all) {
@@ -72,13 +72,14 @@ std::vector<kvf_gpu_sampled> kvf_sampled(uint32_t n_chunk, uint32_t first, uint3
         const uint32_t from = s * each / n_chunk - first;
         const uint32_t end = std::min(n, from + each / n_chunk), n_there = (end - from) * n_chunk;
         const bool     own = s == 0 || n_there >= kvf_codes::OWN_MEAN;
-        res.push_back(
-                {s, from, own ? end : from, std::max(1u, n_there / kvf_codes::OWN_MEAN)}); // so many tell as much as all
+        // a sample of OWN_MEAN to twice as many rows gives as good a mean as all rows
+        res.push_back({s, from, own ? end : from, std::max(1u, n_there / kvf_codes::OWN_MEAN)});
     }
     return res;
 }
 
-// rows: gives those of chunk i, as floats. spreads: of keys
+// make the codes of chunks [first, first + n). rows(i, dst) writes the rows of chunk first + i as floats. spreads: these are
+// keys, which have divisors
 template <typename F>
 static void put_codes(kvf_codes & codes, uint32_t n_chunk, uint32_t first, uint32_t n, bool spreads, const F & rows) {
     const uint32_t     n_embd = codes.n_head * codes.d;

@@ -5,20 +5,20 @@
 #include "guests/gpu.h"
 #include "guests/slots.h"
 
-// Attention to positions outside the pool, on the CPU: by codes of their keys and values, in one softmax with what the pool
-// has.
+// Attention to positions outside the pool, on the CPU, by the codes of their keys and values. These positions and those in
+// the pool are in one softmax.
 //
-// llama.cpp's own attention sees the pool. Two nodes of the graph after it compute what the codes of all other positions
-// would give, and the share w of all weights that these have; its result becomes (1 - w)*its own + w*that of the codes. Each
-// position is in exactly one of the two: `open` says which, by the tables of units of 16. Two nodes before it choose the
-// units that a layer has in the pool, by their shares of the attention, which the codes tell, too.
+// llama.cpp's own attention reads the pool. Two nodes of the graph after it compute the attention to the codes of all other
+// positions, and their share w of all weights. The result becomes (1 - w)*pool + w*codes. Each position counts in exactly
+// one of the two; `open` says in which, for each unit of 16. Three nodes before the attention score the units by their
+// codes, choose the guests of the layer by these scores, and fetch the rows of new guests.
 //
-// Work is cut into tasks that do not depend on the number of threads, and so are the sums.
+// The work is cut into tasks that do not depend on the number of threads, and so the sums do not, either.
 
 static_assert(kvf_codes::SEGMENT % KVF_TILE == 0, "a tile has one mean");
-static_assert(kvf_codes::TILE == KVF_TILE_UNITS, "the units of a task lie together");
+static_assert(kvf_codes::TILE == KVF_TILE_UNITS, "the units of a tile are contiguous");
 
-// the codes of a layer of a sequence: of keys, and of values, unless the keys are these, too (MLA)
+// the codes of one layer of a sequence: those of the keys, then those of the values. with MLA, the keys also serve as values
 struct kvf_coarse_layer {
     std::vector<kvf_codes> all;
 
@@ -27,15 +27,15 @@ struct kvf_coarse_layer {
     const kvf_codes & values() const { return all.back(); }
 };
 
-// those of all sequences and layers
+// the codes of all sequences and layers
 struct kvf_coarse_codes {
     explicit kvf_coarse_codes(const kvf_fresh & fresh);
 
-    // as those of kvf_chooser
+    // as in kvf_chooser
     void put(llama_seq_id seq, uint32_t layer, uint32_t first, const void * const * records, uint32_t n);
     void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst);
     void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src);
-    // those of a layer that a GPU has
+    // free the host's copy of a layer's codes, when a GPU has them
     void drop(llama_seq_id seq, uint32_t layer) {
         for (auto & its : all[seq][layer].all) {
             its.drop();
@@ -50,7 +50,7 @@ private:
     std::vector<std::vector<kvf_coarse_layer>> all; // [seq][layer]
 };
 
-// the rows whose mean is that of each segment that begins in chunks first to first + n
+// for each segment that begins in chunks [first, first + n), the rows that its mean is computed from
 std::vector<kvf_gpu_sampled> kvf_sampled(uint32_t n_chunk, uint32_t first, uint32_t n);
 
 struct kvf_coarse_on_cpu : kvf_host_chooser {
@@ -73,34 +73,34 @@ private:
         kvf_coarse_on_cpu * owner;
         uint32_t            layer; // of the cache
         float               scale;
-        bool                chooses; // the layer is its own, not one whose rows it reads, too
-        bool                by_head; // what is mixed is [d, n_tokens, n_head], else [d, n_head, n_tokens]
+        bool                chooses; // the layer has rows of its own; false: it reads the rows of another layer
+        bool                by_head; // the attention's result is [d, n_tokens, n_head]; false: [d, n_head, n_tokens]
     };
 
-    // What one node computes for a sequence: the attention of some tokens, by tasks. A task has up to KVF_MOST_Q queries of
-    // one head of keys, and a part of the positions: tiles of those in codes, and then tiles of those in the pool.
+    // One node's work for a sequence: the attention of some tokens, cut into tasks. A task has up to KVF_MOST_Q queries of
+    // one key head, and one part of the positions. The first parts are tiles of codes, the others are tiles of pool cells.
     struct work {
         const kvf_fresh::sequence * s;
         llama_seq_id                seq;
         uint32_t                    layer;
-        bool                        attends;  // with values; else only what is needed to choose
-        bool                        keeps;    // one token, whose weights are kept from the choice before its attention
-        std::vector<uint32_t>       rows;     // of the tokens, in the ubatch
-        std::vector<llama_pos>      pos;      // theirs
-        std::vector<int32_t>        asking;   // theirs, among those that choose; -1: it does not
-        uint32_t                    n_cell;   // of the pool, first those of s->cells, then the guests'
-        uint32_t                    n_common; // of s->cells
-        std::vector<int32_t>        cells;    // where they are, by place()
-        std::vector<float>          open;     // of each unit: 0, its rows are among these cells, or 1
+        bool                        attends;  // also sum up values; false: compute only what the choice needs
+        bool                        keeps;    // there is one token, and the choice keeps its weights for the attention
+        std::vector<uint32_t>       rows;     // the rows of the tokens in the ubatch
+        std::vector<llama_pos>      pos;      // their positions
+        std::vector<int32_t>        asking;   // their indices among the tokens that choose; -1: the token does not choose
+        uint32_t                    n_cell;   // pool cells: first the common ones, then those of guests
+        uint32_t                    n_common; // the number of common cells
+        std::vector<int32_t>        cells;    // the indices of all these cells; place() sets them
+        std::vector<float>          open;     // for each unit, 0: its rows are in these cells; 1: its codes count
         uint32_t                    group, n_head_kv, n_batch, n_far, n_near, n_part;
-        bool                        few; // each tile is a part, so that all threads have something to do; else there are two
+        bool few; // each tile is a part, to occupy all threads; false: codes and pool are one part each
 
         bool     is_far(uint32_t i) const { return i < (few ? n_far : 1); }
         uint32_t n_query() const { return rows.size() * group; }
         uint32_t n_task() const { return n_head_kv * n_batch * n_part; }
     };
 
-    // queries of a task, prepared
+    // the prepared queries of a task
     struct queries {
         uint32_t            head = 0, batch = 0, n = 0;
         bool                set = false;
@@ -110,21 +110,21 @@ private:
         float               unit[KVF_MOST_Q], middle[KVF_MOST_Q];
     };
 
-    // sums of weights of a query, relative to the largest of its logits: of codes, and of the pool
+    // a query's largest logit, and its sums of weights relative to that: over codes and over the pool
     struct total {
         float top, far, near;
     };
 
-    // some of a task's queries
+    // a subset of a task's queries
     struct seeing {
         uint32_t n = 0, its[KVF_MOST_Q];
 
         void add(uint32_t query) { its[n++] = query; }
     };
 
-    // sums of a part, of one query: `top` is what was taken off the logits
+    // one query's sums over a part of the positions. weights are exp(logit - top)
     struct part {
-        float * at; // top, sum of weights, then [width] of weighted values
+        float * at; // top, the sum of weights, the weighted sum of values [width]
 
         float & top() { return at[0]; }
         float & sum() { return at[1]; }
@@ -144,7 +144,7 @@ private:
             const float * factors, part * parts) const;
 
     part  part_of(const work & w, uint32_t head, uint32_t query, uint32_t i);
-    total total_of(const work & w, uint32_t head, uint32_t query, float least); // least: of its largest logit
+    total total_of(const work & w, uint32_t head, uint32_t query, float least); // least: a lower bound of total::top
 
     void compute(const node & at, const ggml_tensor * q, bool attends, int ith, int nth);
     void mix(const node & at, ggml_tensor * dst, int ith, int nth);
@@ -155,17 +155,20 @@ private:
     }
 
     kvf_coarse_codes  codes;
-    std::vector<node> nodes;                 // of each layer of the model
-    uint32_t          n_head = 0, width = 0; // the most of a layer
+    std::vector<node> nodes;                 // for each layer of the model
+    uint32_t          n_head = 0, width = 0; // the largest of any layer
 
-    // of the node that is computed, [seq]
+    // buffers of the node that is being computed
     struct scratch {
         kvf_aligned<float> parts; // [head_kv][query][part][2 + width]
-        kvf_aligned<float> sums;  // of each unit's weights, relative to its tile's top: [asking][head][n_unit]
-        std::vector<float> tops;  // [asking][head][n_far]
-        kvf_aligned<float> kept;  // weights of one token: [head_kv][batch][n_far][KVF_MOST_Q][KVF_TILE]
-        std::vector<float> near;  // its top and sum of what is common: [head][2]
-        std::vector<float> all;   // the logarithm of the sum of all its weights: [head]
+        kvf_aligned<float> sums;  // of each unit's weights, relative to its tile's top [asking][head][n_unit]
+        std::vector<float> tops;  // of each tile [asking][head][n_far]
+
+        // with work::keeps, the token's weights, its top and sum over common cells, and the logarithm of its sum of all
+        // weights
+        kvf_aligned<float> kept; // [head_kv][batch][n_far][KVF_MOST_Q][KVF_TILE]
+        std::vector<float> near; // [head][2]
+        std::vector<float> all;  // [head]
     };
-    std::vector<scratch> own;
+    std::vector<scratch> own; // for each sequence
 };

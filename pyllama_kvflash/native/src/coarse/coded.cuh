@@ -1,6 +1,6 @@
 #pragma once
 
-// codes of rows as they lie on a GPU (kvf_codes), and their rotation, by all threads of a block
+// the layout of codes on a GPU, which is that of kvf_codes, and the rotation of rows
 
 #include "guests/kernels.cuh"
 
@@ -17,7 +17,7 @@ static __device__ float * mean_of(const kvf_gpu_coding & c, const kvf_gpu_codes 
     return of.means + ((uint64_t) (u * UNIT / SEGMENT) * c.n_head + head) * c.width;
 }
 
-// codes of a word that are N_BIT*f bits further on in each byte: of four values, as bytes
+// unpack the f-th code of each byte of a word: four codes as bytes
 template <uint32_t N_BIT> static __device__ uint32_t codes_in(uint32_t word, uint32_t f) {
     return word >> N_BIT * f & 0x01010101u * ((1 << N_BIT) - 1);
 }
@@ -29,8 +29,8 @@ static __device__ float half_of(uint32_t both, uint32_t i) {
     return __half2float(x);
 }
 
-// Hadamard's matrix of 32*N values, by one warp: a lane has every 32nd. (sums of pairs in shared memory would wait for it 14
-// times)
+// multiply 32*N elements with a Hadamard matrix, by one warp. each lane has every 32nd element in registers: with all steps
+// in shared memory, the warp would wait for it 14 times
 template <uint32_t N> static __device__ void hadamard_lanes(float * x) {
     const uint32_t lane = threadIdx.x % 32;
     float          own[N];
@@ -56,14 +56,14 @@ template <uint32_t N> static __device__ void hadamard_lanes(float * x) {
             own[i + half] = a - b;
         }
     }
-    const float norm = __fdiv_rn(1, __fsqrt_rn(32.0f * N)); // as the CPU has it
+    const float norm = __fdiv_rn(1, __fsqrt_rn(32.0f * N)); // rounded as on the CPU
 #pragma unroll
     for (uint32_t i = 0; i < N; ++i) {
         x[i * 32 + lane] = own[i] * norm;
     }
 }
 
-// of any power of two
+// the same for any power of two
 static __device__ __noinline__ void hadamard_row(float * x, uint32_t size) {
     switch (size) {
         case 32: return hadamard_lanes<1>(x);
@@ -92,7 +92,7 @@ static __device__ __noinline__ void hadamard_row(float * x, uint32_t size) {
     }
 }
 
-// n blocks of `size` values, by one warp
+// the same for n blocks of `size` elements, by one warp
 static __device__ void hadamard_equal(float * x, uint32_t n, uint32_t size) {
 #pragma unroll 1
     for (uint32_t i = 0; i < n; ++i) {
@@ -100,7 +100,7 @@ static __device__ void hadamard_equal(float * x, uint32_t n, uint32_t size) {
     }
 }
 
-// the same in each of n_row rows, which are `stride` apart
+// the same for n_row rows, `stride` apart, by all threads of a block
 static __device__ __noinline__ void hadamard(float * x, uint32_t stride, uint32_t n_row, uint32_t n, uint32_t size) {
     __syncthreads();
 #pragma unroll 1
@@ -110,7 +110,7 @@ static __device__ __noinline__ void hadamard(float * x, uint32_t stride, uint32_
     __syncthreads();
 }
 
-// d values, by blocks of powers of two, by one warp
+// rotate d elements, in blocks of powers of two, by one warp
 static __device__ void hadamard_powers(float * x, uint32_t d) {
 #pragma unroll 1
     while (d) {
@@ -124,7 +124,7 @@ static __device__ void hadamard_powers(float * x, uint32_t d) {
     }
 }
 
-// rows of d values
+// the same for n_row rows, `stride` apart, by all threads of a block
 static __device__ void hadamard_blocks(float * x, uint32_t d, uint32_t stride, uint32_t n_row) {
     __syncthreads();
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// rows in a few bits, and products with them, see coarse/codes.h
+// the codes of rows, see coarse/codes.h. coarse/products.cpp has the products with them
 
 #include "coarse/codes.h"
 
@@ -24,7 +24,7 @@ kvf_codes::kvf_codes(uint32_t n_head, uint32_t d, uint32_t n_bit, uint32_t n_rot
 // the rotation
 //
 
-// a sign for each value of a row, without a pattern that text could have (splitmix64, Steele et al. 2014)
+// a pseudo-random sign for each element of a row: rows might match a regular pattern (splitmix64, Steele et al. 2014)
 static float sign_of(uint32_t i) {
     uint64_t x = (i + 1) * 0x9e3779b97f4a7c15ull;
     x          = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
@@ -59,7 +59,7 @@ void kvf_codes::turn(lanes_f * x) const {
     }
 }
 
-// Hadamard's matrix is its own inverse
+// a Hadamard matrix is its own inverse
 KVF_CLONES
 static void hadamard_rows(float * x, size_t n, uint32_t n_rot) {
     const float norm = 1 / sqrtf(n_rot);
@@ -122,8 +122,8 @@ kvf_codes::moments kvf_codes::moments_of(uint32_t segment) const {
     return {segment, 0, std::vector<double>((size_t) n_head * d), std::vector<double>((size_t) n_head * d)};
 }
 
-// the root of the standard deviation of each value about the means of segments. one that hardly differs at all counts as a
-// hundredth of the one that differs most: of a hundredth of that nobody knows whether text will always be like it
+// the root of each element's standard deviation about the means of its segments. a deviation counts as at least a hundredth
+// of the head's largest one: an element that hardly varied so far may vary in later text
 static std::vector<float> spread_of(const std::vector<kvf_codes::moments> & segments, uint32_t n_head, uint32_t d) {
     std::vector<float> res((size_t) n_head * d);
     for (uint32_t h = 0; h < n_head; ++h) {
@@ -167,7 +167,8 @@ void kvf_codes::begin(const std::vector<moments> & segments) {
     }
 }
 
-// the codes of lanes, x times `factor` in steps. no vector is an argument: clones take those in other registers
+// the codes of rows: x times `factor`, rounded to levels. vectors are passed by reference, because clones for different
+// processors would pass them in different registers
 KVF_CLONES
 static void encode(const lanes_f * x, uint32_t n, const lanes_f & factor, int32_t n_half, uint8_t * dst) {
     const lanes_f most = lanes_f{} + (float) (n_half - 1);
@@ -183,7 +184,7 @@ static void encode(const lanes_f * x, uint32_t n, const lanes_f & factor, int32_
 }
 
 void kvf_codes::put(uint32_t pos, const float * rows, uint32_t n) {
-    const uint32_t first = pos / UNIT, n_unit = n / UNIT, each = 8 / n_bit; // values in a byte
+    const uint32_t first = pos / UNIT, n_unit = n / UNIT, each = 8 / n_bit; // elements in a byte
     grow(first + n_unit);
 
     kvf_lanes            x(width);
@@ -237,7 +238,7 @@ void kvf_codes::get_factors(float * dst) const {
     }
 }
 
-// memory for n_unit units: that of whole tiles, in which they can be read
+// make room for n_unit units, in whole tiles
 void kvf_codes::grow(uint32_t n_unit) {
     const size_t n = (size_t) GGML_PAD(n_unit, TILE) * n_head;
     if (n * UNIT <= scales.size()) { return; }
@@ -252,12 +253,12 @@ void kvf_codes::reserve(uint32_t n) {
 }
 
 std::array<std::pair<char *, size_t>, 3> kvf_codes::memory(uint32_t n) {
-    const uint32_t n_unit = (n + UNIT - 1) / UNIT, n_segment = (n + SEGMENT - 1) / SEGMENT; // not 0
+    const uint32_t n_unit = (n + UNIT - 1) / UNIT; // not 0
     grow(n_unit);
-    means.resize((size_t) n_segment * n_head * width);
+    means.resize(n_segment(n) * n_head * width);
     const size_t n_slot = slot(n_unit - 1, n_head - 1) / TILE * TILE + TILE;
     return {{{(char *) codes.data(), n_slot * unit_bytes()}, {(char *) scales.data(), n_slot * UNIT * sizeof(uint16_t)},
-            {(char *) means.data(), n_segment * mean_size()}}};
+            {(char *) means.data(), n_segment(n) * mean_size()}}};
 }
 
 void kvf_codes::drop() {

@@ -7,69 +7,70 @@
 #include <utility>
 #include <vector>
 
-// Rows of a layer, its keys or its values, in 4 or 2 bits a value. A row is rotated, so that its values are alike, taken
-// about the mean of its head, and divided by its own standard deviation. Then each value becomes the nearest of 16 (4)
-// levels, equally spaced, as is best for normal values (Max 1960, table II; the rotation is QuaRot's, Ashkboos et al. 2024,
-// arXiv 2404.00456). So a code is a number, which products take as it is.
+// The rows of a layer, either its keys or its values, in 4 or 2 bits per element. Each head of a row is encoded separately:
 //
-// The rotation is by Hadamard's matrices of the powers of two that add up to the row's width, after a change of signs. It
-// spreads the noise of the codes evenly over the values of a row. But keys differ much in some of their values and little in
-// others, and queries may be large in the latter. So keys are first divided by the root of each value's spread, and queries
-// multiplied by it: where queries are alike in all values, that is the least noise of their products. A quantised cache has
-// keys that are rotated (llama.cpp's own rotation, by Hadamard's matrix): they are turned back before.
+// 1. Keys of a quantised cache have llama.cpp's own Hadamard rotation. turn_back() undoes it.
+// 2. Each element of a key is divided by the root of its standard deviation over the text (`spread`). Queries are multiplied
+//    by it. Some elements vary much more than others, and queries may be large where keys vary little. If queries are alike
+//    in all elements, this division gives the products the least noise.
+// 3. The row is rotated, so that its elements are alike, and the noise of the codes is spread evenly over them (QuaRot,
+//    Ashkboos et al. 2024, arXiv 2404.00456). The rotation changes signs, and then applies Hadamard matrices, whose sizes
+//    are the powers of two that add up to the row's width.
+// 4. The mean is subtracted. Keys turn with their position (RoPE), so each segment of positions has its own mean.
+// 5. The row is divided by its own standard deviation. Each element becomes the nearest of 16 or 4 equally spaced levels,
+//    with the best step for normally distributed values (Max 1960, table II). So a code is a number, and products use it
+//    directly.
 //
-// Keys turn with their position (RoPE), so each segment of positions has a mean of its own.
-//
-// The codes of a unit of 16 positions and a head lie together, [width/8][16][4] bytes with 4 bits and [width/16][16][4] with
-// 2: a byte has the values 4 apart of one position. So a vector of 64 bytes is unpacked by shifts, and
-// products with bytes add up in fours: along the width for logits, and along the positions for sums of values. The units of
-// a tile and a head lie one after the other, as they are read.
+// The codes of a unit of 16 positions and a head are contiguous: [width/8][16][4] bytes with 4 bits, [width/16][16][4] with
+// 2. A byte holds 2 or 4 elements of one position, 4 apart. So shifts unpack a vector of 64 bytes, and instructions that add
+// up four products of bytes apply: of four elements for logits, of four positions for sums of values. The units of a tile
+// and a head are contiguous, too, in the order in which they are read.
 struct kvf_codes {
     static constexpr uint32_t UNIT     = LANES; // positions
-    static constexpr uint32_t SEGMENT  = 4096;  // positions with a mean of their own
-    static constexpr uint32_t OWN_MEAN = 1024;  // if so many are known when it begins; else with that of the segment before
-    static constexpr uint32_t TILE     = 64;    // units of a head that lie together
-    static constexpr uint32_t QUAD     = 64;    // bytes: four values of 16 positions
+    static constexpr uint32_t SEGMENT  = 4096;  // positions that share a mean
+    static constexpr uint32_t OWN_MEAN = 1024;  // with fewer known positions, a later segment takes the mean before it
+    static constexpr uint32_t TILE     = 64;    // contiguous units of a head
+    static constexpr uint32_t QUAD     = 64;    // bytes: 4 of each of 16 positions
 
-    // n_rot: rows and queries come rotated in blocks of so many values; 0: they do not
+    // n_rot: the block size of llama.cpp's rotation of rows and queries; 0: they are not rotated
     kvf_codes(uint32_t n_head, uint32_t d, uint32_t n_bit, uint32_t n_rot = 0);
 
-    // rows [n][n_head*d] as they were before they were rotated
+    // undo llama.cpp's rotation of rows [n][n_head*d]
     void turn_back(float * rows, uint32_t n) const;
 
-    // rows: [n][n_head*d], turned back, of positions from pos on; both are multiples of UNIT. mean() has been called for
-    // their segments
+    // encode rows [n][n_head*d], already turned back, of positions pos, pos + 1, ... pos and n are multiples of UNIT.
+    // begin() must have been called for their segments
     void put(uint32_t pos, const float * rows, uint32_t n);
 
-    // what the next ones are about: sums of n_sum rows of a segment, and of their squares, each [n_head*d]
+    // sums of n_sum rows of a segment, and of their squares, each [n_head*d]
     struct moments {
         uint32_t            segment, n_sum = 0;
         std::vector<double> sum, square;
     };
 
-    // of none so far
+    // the moments of a segment, still without rows
     moments moments_of(uint32_t segment) const;
-    // what rows are divided by, of keys: by the sums of all segments that are known when the first one begins
+    // set the divisors of keys, from all segments that are known when the first one begins
     void spread_over(const std::vector<moments> & segments);
-    // begin segments, in their order. those without sums have the mean of the segment before
+    // set the means of segments, in ascending order. a segment without sums takes the mean of the one before
     void begin(const std::vector<moments> & segments);
 
-    // bytes of what rows are divided by, of a segment's means, and of a unit: scales and codes
+    // bytes of the divisors, of a segment's means, and of a unit's scales and codes
     size_t spread_size() const { return n_head * d * sizeof(float); }
     size_t mean_size() const { return n_head * width * sizeof(float); }
     size_t unit_size() const { return n_head * (UNIT * sizeof(uint16_t) + unit_bytes()); }
     size_t n_segment(uint32_t n) const { return (n + SEGMENT - 1) / SEGMENT; }
-    // of n positions
+    // bytes for n positions
     size_t size(uint32_t n) const {
         return spread_size() + n_segment(n) * mean_size() + (n + UNIT - 1) / UNIT * unit_size();
     }
-    void get_factors(float * dst) const; // [n_head*d]: by which values of queries are multiplied before they are rotated
-    // memory for n positions, so that it need not grow
+    void get_factors(float * dst) const; // [n_head*d]: spread times sign, the factors of queries before the rotation
+    // reserve memory for n positions, so that it need not grow
     void reserve(uint32_t n);
-    // the codes, scales and means of the first n positions as they lie, whole tiles of them; and none of them, where a GPU
-    // has them
+    // the memory of the codes, scales and means of the first n positions, in whole tiles; it grows if needed
     std::array<std::pair<char *, size_t>, 3> memory(uint32_t n);
-    void                                     drop();
+    // free that memory, because a GPU has the codes
+    void drop();
 
     float *    spread_data() { return spread.data(); }
     uint8_t *  unit(uint32_t u, uint32_t head) { return codes.data() + slot(u, head) * unit_bytes(); }
@@ -83,30 +84,31 @@ struct kvf_codes {
     }
     size_t unit_bytes() const { return (size_t) width * UNIT * n_bit / 8; }
 
-    // x: [width] of lanes that are rows or queries of a head, with zeros from d on
+    // x [width]: each lane is a row or a query of a head, with zeros from element d on. rotate() also divides by `spread`,
+    // and rotate_query() multiplies. rotate_back() turns rotated sums into the basis of the cache
     void rotate(uint32_t head, lanes_f * x) const;
     void rotate_query(uint32_t head, lanes_f * x) const;
     void rotate_back(uint32_t head, lanes_f * x) const;
 
-    // Products of whole units of a tile with N vectors of bytes from -127 to 127, N: 1 to 8. A code counts as it is, from 0
-    // on: the caller takes middle() times the sum of the bytes off.
+    // Products of the units of one tile with N vectors (1 to 8) of bytes from -127 to 127. Codes count from 0 up, so the
+    // caller subtracts middle() times the sum of the bytes.
     //
-    // with queries [N][width]: [n_unit][N][16]
+    // queries [N][width] -> res [n_unit][N][16]
     void key_products(
             uint32_t head, uint32_t first, uint32_t n_unit, const int8_t * queries, uint32_t N, int32_t * res) const;
-    // with weights [n_unit][N][64], that of position i at bytes 16*(i/4) + i%4, +4, +8, +12: [N][width]
+    // weights [n_unit][N][64] -> res [N][width]. the weight of position i is in bytes 16*(i/4) + i%4, +4, +8 and +12
     void value_sums(uint32_t head, uint32_t first, uint32_t n_unit, const int8_t * weights, uint32_t N, int32_t * res) const;
 
-    uint32_t n_half() const { return 1 << (n_bit - 1); } // levels of a sign
+    uint32_t n_half() const { return 1 << (n_bit - 1); } // levels on each side of 0
     float    middle() const { return n_half() - 0.5f; }
-    float    step() const { return n_bit == 4 ? 0.3352f : 0.9957f; } // from level to level, of a standard deviation
+    float    step() const { return n_bit == 4 ? 0.3352f : 0.9957f; } // between levels, in standard deviations
 
-    // 32 bits: rotated rows as they are, [width][16] floats of a unit and head, by which tests know that every position
-    // counts once
+    // 32 bits, for tests: rotated rows as floats, [width][16] for each unit and head. they show that each position counts
+    // once
     bool is_exact() const { return n_bit == 32; }
-    // products of units with a rotated query [width]: [n_unit][16]
+    // products of units with a rotated query [width] -> res [n_unit][16]
     void exact_products(uint32_t head, uint32_t first, uint32_t n_unit, const float * query, float * res) const;
-    // and the sum of those of a unit by weights [16] times a factor, which is added to res [width]
+    // add the rows of a unit, times weights [16] and a factor, to res [width]
     void exact_sum(uint32_t head, uint32_t u, const float * weights, float factor, float * res) const;
 
     const uint32_t n_head, d, n_bit, n_rot, width;
@@ -116,9 +118,9 @@ private:
     void   grow(uint32_t n_unit);
     size_t slot(uint32_t u, uint32_t head) const { return ((size_t) u / TILE * n_head + head) * TILE + u % TILE; }
 
-    std::vector<float>    spread; // what rows are divided by before they are rotated: [n_head*d]
+    std::vector<float>    spread; // the divisors of rows before the rotation [n_head*d]
     kvf_aligned<uint8_t>  codes;
-    kvf_aligned<uint16_t> scales; // half precision: of a step, [tile][head][unit][16]
-    kvf_aligned<float>    means;  // rotated: [segment][head][width]
-    std::vector<uint32_t> blocks; // of the rotation
+    kvf_aligned<uint16_t> scales; // the size of a step [tile][head][unit][16], in half precision
+    kvf_aligned<float>    means;  // rotated [segment][head][width]
+    std::vector<uint32_t> blocks; // the sizes of the rotation's matrices
 };

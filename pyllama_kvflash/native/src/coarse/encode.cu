@@ -1,17 +1,18 @@
-// Codes of rows in records, on a GPU: bit for bit those of kvf_codes, by the same sums in the same order.
+// Encodes the rows of records on a GPU. The codes equal those of kvf_codes bit for bit, because it adds up in the same
+// order.
 
 #include "coarse/coded.cuh"
 
-// rows of a head in shared memory, next to each other: no two of them begin in the same bank
+// floats from row to row of a head in shared memory: padded, so that rows begin in different banks
 static KVF_BOTH uint32_t stride_of(const kvf_gpu_coding & c) { return c.width + 1; }
 
-// and their bytes, as they come
+// the offset of the raw rows in shared memory, after the floats
 static KVF_BOTH size_t rows_at(const kvf_gpu_coding & c) { return GGML_PAD(UNIT * stride_of(c) * sizeof(float), 16); }
 
 size_t kvf_coder_memory(const kvf_gpu_coder & c) { return rows_at(c.coding) + UNIT * piece_room(c); }
 
-// n rows of a head, zeros after them, as they were before the cache rotated them. at: which position a row is, counted from
-// the first record on
+// read n rows of a head as floats, with zeros after them, and undo llama.cpp's rotation. at(t): the position of row t,
+// counted from the first record
 template <typename P>
 static __device__ void read_rows(const kvf_gpu_coder & c, uint32_t head, const kvf_gpu_chunks & from, uint32_t n, const P & at) {
     const auto &   k    = c.coding;
@@ -28,7 +29,7 @@ static __device__ void read_rows(const kvf_gpu_coder & c, uint32_t head, const k
         copy_bytes(rows + t * room, row + first, n_byte, tid % 32, 32);
     }
     __syncthreads();
-    for (uint32_t i = tid; i < UNIT * k.width; i += AT) { // where values are next to each other, positions are not
+    for (uint32_t i = tid; i < UNIT * k.width; i += AT) { // in the order of memory
         const uint32_t t = c.by_value ? i % UNIT : i / k.width, e = c.by_value ? i / UNIT : i % k.width;
         float          value = 0;
         if (t < n && e < d && c.by_value) {
@@ -44,7 +45,7 @@ static __device__ void read_rows(const kvf_gpu_coder & c, uint32_t head, const k
     __syncthreads();
 }
 
-// Sums of some rows and of their squares, to [n_coder][n_value][2]. grid: heads; coders
+// sum a sample's rows, and their squares -> dst [n_coder][n_value][2]. grid: heads, coders
 static __global__ void __launch_bounds__(AT) kvf_sum_rows(const kvf_gpu_coder * coders, const kvf_gpu_chunks from,
         const kvf_gpu_sampled some, double * dst, uint32_t n_value) {
     const kvf_gpu_coder & c    = coders[blockIdx.y];
@@ -62,12 +63,12 @@ static __global__ void __launch_bounds__(AT) kvf_sum_rows(const kvf_gpu_coder * 
         read_rows(c, head, from, n_here, [&](uint32_t t) {
             return (some.first + (first + t) / each) * from.n_chunk + (first + t) % each * some.every;
         });
-        for (uint32_t e = threadIdx.x; e < d; e += AT) { // a thread has the same values each time
+        for (uint32_t e = threadIdx.x; e < d; e += AT) { // each thread always takes the same elements
             double sum = sums[2 * e], square = sums[2 * e + 1];
             for (uint32_t t = 0; t < n_here; ++t) {
                 const double value = x[t * stride + e];
                 sum += value;
-                square += value * value; // exact: it is of two floats
+                square += value * value; // a product of two floats is exact in double precision
             }
             sums[2 * e]     = sum;
             sums[2 * e + 1] = square;
@@ -75,7 +76,8 @@ static __global__ void __launch_bounds__(AT) kvf_sum_rows(const kvf_gpu_coder * 
     }
 }
 
-// divided, as rotated. n rows have the sums; 0: the means are those of the segment before. grid: heads; coders
+// compute a segment's means from sums of n rows, divide them by the factors, and rotate them. n 0: copy the means of the
+// segment before. grid: heads, coders
 static __global__ void __launch_bounds__(AT) kvf_means(const kvf_gpu_coder * coders, uint32_t seq, uint32_t segment,
         const double * from, uint32_t n_value, uint32_t n) {
     const kvf_gpu_coder & c    = coders[blockIdx.y];
@@ -104,7 +106,7 @@ static __device__ uint32_t code_of(const kvf_gpu_coder & c, float y) {
     return y < 0 ? c.n_half - 1 - above : c.n_half + above;
 }
 
-// The codes of units, of which `first` is that of the first record. grid: units; heads; coders
+// encode units, of which `first` is the first one of the first record. grid: units, heads, coders
 static __global__ void __launch_bounds__(AT)
         kvf_encode_rows(const kvf_gpu_coder * coders, const kvf_gpu_chunks from, uint32_t seq, uint32_t first) {
     const kvf_gpu_coder & c = coders[blockIdx.z];
@@ -146,7 +148,7 @@ static __global__ void __launch_bounds__(AT)
         factors[tid] = __half2float(scale) > 0 ? __fdiv_rn(1, __half2float(scale)) : 0;
     }
     __syncthreads();
-    const uint32_t n_each = 8 / k.n_bit; // quads of values whose codes are in the bytes of a word
+    const uint32_t n_each = 8 / k.n_bit; // codes in a byte: a word has n_each times four elements
     uint32_t *     dst    = (uint32_t *) (to.codes + slot * unit_bytes(k));
     for (uint32_t i = tid; i < k.width / 4 / n_each * UNIT; i += AT) {
         const uint32_t t = i % UNIT, word = i / UNIT;

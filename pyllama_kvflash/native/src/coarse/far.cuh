@@ -1,22 +1,22 @@
 #pragma once
 
-// attention to the positions outside the pool, by their codes: a warp takes pieces of them, and has sums of its own until
-// the end
+// attention to the positions outside the pool, by their codes. Each warp takes some pieces of the positions, and has its own
+// sums until the end
 
 #include "coarse/words.cuh"
 
-// what a warp has so far
+// the sums of a warp so far, for the two queries of a lane
 struct far_sums {
-    float    top[2] = {NOWHERE, NOWHERE}, sum[2] = {}; // of the lane's queries
-    float    values_top[2] = {NOWHERE, NOWHERE};       // relative to which the sums of values are
-    float    about[2] = {}, base[2] = {};              // of a segment: weights, and products with its mean
+    float    top[2] = {NOWHERE, NOWHERE}, sum[2] = {};
+    float    values_top[2] = {NOWHERE, NOWHERE}; // the logit that the sums of values are relative to
+    float    about[2] = {}, base[2] = {};        // of the segment: the weights that count with its mean; products with it
     uint32_t segment = ~0u;
-    bool     little  = false; // the weights of the last piece are
+    bool     little  = false; // the last piece had so little weight that its own values were left out
 };
 
 static constexpr uint32_t PAIR = 2 * UNIT; // positions
 
-// of n pairs
+// prefetch the codes and scales of n pairs of units into the L2 cache
 static __device__ void fetch_early(
         const kvf_gpu_coding & c, const kvf_gpu_codes & of, uint32_t pair, uint32_t n, uint32_t head) {
     const uint64_t slot = slot_of(c, pair * 2, head);
@@ -24,10 +24,10 @@ static __device__ void fetch_early(
     fetch_early(of.scales + slot * UNIT, n * PAIR * sizeof(uint16_t));
 }
 
-// the pairs of units of a warp
+// the pairs of units that a warp takes
 struct far_range {
     uint32_t first, last;
-    uint32_t segment; // of the block's last one
+    uint32_t segment; // of the last pair of the block
 
     __device__ far_range(const attend_places & at, const attend_task & task) {
         const uint32_t n = task.n_far * at.n_warp, n_pair = (task.n_unit + 1) / 2;
@@ -37,14 +37,16 @@ struct far_range {
         segment          = (n_pair * ((task.part + 1) * at.n_warp) / n - 1) * PAIR / SEGMENT;
     }
 
-    // pairs of a piece: PAIRS, or those up to the last one, or to the end of a word of `taken` (and so of a tile)
+    // the number of pairs in the piece at i: at most PAIRS, and none beyond the range or the word of `taken` (and so the
+    // tile)
     __device__ uint32_t n(uint32_t i) const { return min(min(PAIRS, last - i), 16 - i % 16); }
 };
 
-// the first position in a unit whose keys a lane has: rows g and g + 1 are eight apart
+// the first of the positions in a unit whose keys a lane holds
 static __device__ uint32_t pos_of(uint32_t g) { return g % 2 * 8 + g / 2 % 2 * 4; }
 
-// of a pair of units, on its way: words of its next products, and scales of the lane's positions, of keys and of values
+// the loads ahead of the computation, for a pair of units: words of keys for the next products, and the scales of keys and
+// values of the lane's positions
 template <uint32_t N_BIT> struct next_pair {
     static constexpr uint32_t TAKE = STEPS * N_BIT * UNIT * 4; // bytes of a unit
 
@@ -64,8 +66,8 @@ template <uint32_t N_BIT> struct next_pair {
         read_scales();
     }
 
-    // all products of a pair. ends: it is the warp's last one, and its words are read again in place of the next one's: they
-    // are there. words past a row meet queries of nothing
+    // all products of a pair. ends: this is the warp's last pair, and its own words are loaded again in place of those of a
+    // next one. words past the end of a row are multiplied by zeros
     __device__ void add(
             const kvf_gpu_attend & a, uint32_t pair, bool ends, const uint2 * queries, int (&one)[4], int (&two)[4]) {
         const uint32_t n_step = a.n_step(), size = unit_bytes(a.coding[0]);
@@ -79,7 +81,7 @@ template <uint32_t N_BIT> struct next_pair {
             queries += STEPS * 32;
         } while (step < n_step);
     }
-    // once those of this pair are not needed any more
+    // load the scales of the next pair, when those of this one are used up
     __device__ void next_scales(const kvf_gpu_attend & a, uint32_t pair, bool ends) {
         const uint32_t further = ends ? 0 : PAIR + past_tile(a, pair) * UNIT;
         of_k += further;
@@ -88,7 +90,7 @@ template <uint32_t N_BIT> struct next_pair {
     }
 
 private:
-    // units of other heads that lie before the next pair: those of a tile are next to each other
+    // the number of units of other heads before the next pair: a tile has all units of one head, then those of the next
     static __device__ uint32_t past_tile(const kvf_gpu_attend & a, uint32_t pair) {
         return (pair + 1) % (CODE_TILE / 2) ? 0 : (a.coding[0].n_head - 1) * CODE_TILE;
     }
@@ -99,7 +101,7 @@ private:
     }
 };
 
-// scales of a piece's values, four of each lane
+// the scales of a piece's values, four for each lane
 static __device__ uint2 piece_scales(
         const kvf_gpu_attend & a, const attend_task & task, const attend_memory & m, uint32_t pair, uint32_t n) {
     const uint32_t lane = threadIdx.x % 32, unit = lane / 4;
@@ -107,13 +109,13 @@ static __device__ uint2 piece_scales(
     return read_scales(m.codes[1].scales + (slot_of(a.coding[1], pair * 2, task.head) + unit) * UNIT + lane % 4 * 4);
 }
 
-// cap times the hyperbolic tangent of x/cap
+// cap*tanh(x/cap)
 static __device__ float capped(float x, float cap) { return cap - 2 * cap / (exp2f(x * (2 * LOG2E / cap)) + 1); }
 
-// over the lanes that have the same queries
+// reduce over the lanes that have the same queries
 template <typename T, typename F> static __device__ T over_rows(T x, const F & f) { return over_lanes(x, f, 4, 16); }
 
-// the sums of values relative to the top, and with a segment's mean
+// end a segment: make the sums of values relative to the top, and add the segment's mean
 template <uint32_t N_BIT>
 static __device__ void add_mean(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
         const attend_memory & m, far_sums & its) {
@@ -142,7 +144,7 @@ static __device__ void add_mean(const kvf_gpu_attend & a, const attend_places & 
     its.about[0] = its.about[1] = 0;
 }
 
-// the products of the lane's queries with its mean
+// begin a segment: get the products of the lane's queries with its mean
 static __device__ void begin_segment(
         const attend_task & task, const prepared_pass & pass, uint32_t segment, far_sums & its) {
     const uint32_t q = threadIdx.x % 4 * 2;
@@ -153,14 +155,14 @@ static __device__ void begin_segment(
     }
 }
 
-// of the lane's queries
+// the sums of a piece for the two queries of a lane
 struct piece_sums {
-    float sum[2]   = {}; // of the weights, this lane's
-    float total[4] = {}; // of what values are multiplied by, of all lanes; the last two are the first two again
+    float sum[2]   = {}; // of this lane's weights
+    float total[4] = {}; // of the factors of values, over all lanes; the last two repeat the first two
 };
 
-// Raise the largest logits, and scale what is relative to them. by: how much the lane's own logits are above them; becomes
-// how much they were raised. weights: of n pairs
+// Raise the largest logits, and scale everything that is relative to them. by: in: how far the lane's logits are above them;
+// out: how much they were raised. weights: of n pairs
 static __device__ void raise_top(
         float (&by)[2], far_sums & its, piece_sums & piece, uint4 * weights, uint32_t n) {
     float factor[2];
@@ -176,7 +178,7 @@ static __device__ void raise_top(
         piece.sum[j] *= factor[j];
         piece.total[j] *= factor[j];
     }
-    // of them a lane has those of query g
+    // a lane holds the weights of query g
     const uint32_t g   = threadIdx.x % 32 / 4;
     const float    one = __shfl_sync(~0u, factor[0], g / 2, 32), two = __shfl_sync(~0u, factor[1], g / 2, 32);
     const half2    its_own = __float2half2_rn(g % 2 ? two : one);
@@ -188,15 +190,15 @@ static __device__ void raise_top(
     }
 }
 
-// Products of keys of n pairs of units with queries become weights of values, as halves: those times `unit` and the values'
-// scales. Of positions in the pool there are none. [pair][lane]: of query g, positions 4*(t%2) + i and 8 more of unit t/2 in
-// the i-th word. A lane has logits of four positions of unit g/4 and of two queries. taken: bits of 32 units. shares: where
-// those of the lane's queries go, by unit
+// Compute the weights of the keys of n pairs of units, and the factors of values: weights times `unit` times the values'
+// scales, as halves; 0 for positions in the pool. A lane computes the logits of four positions of unit g/4 for two queries.
+// weights [pair][lane]: word i of a lane has query g and positions 4*(t%2) + i and 8 more, of unit t/2. taken: a bit for
+// each of 32 units. shares: where to write the sums of units for the lane's queries
 template <uint32_t N_BIT>
 static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t u,
         uint32_t n, uint32_t taken, float * const (&shares)[2], const attend_memory & m, float unit, uint32_t last,
         next_pair<N_BIT> & next, uint4 * weights, far_sums & its, piece_sums & piece) {
-    constexpr float    ZERO = 12582912; // 1.5*2^23, after which an int and a float have the same bits
+    constexpr float    ZERO = 12582912; // 1.5*2^23: adding an integer to its bits adds that integer to the float
     constexpr uint32_t ONE  = 0x3c003c00;
 
     const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -204,7 +206,7 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
     const float    per_product[] = {m.unit[2 * t], m.unit[2 * t + 1]}, middle[] = {m.middle[2 * t], m.middle[2 * t + 1]};
     const int      zero          = __float_as_int(ZERO);
     const uint2 *  queries       = &shared<uint2>(at.words) + threadIdx.x % 32;
-    const bool     second        = threadIdx.x & 8; // lanes 4 and 8 further on have the same unit: two for each query
+    const bool     second        = threadIdx.x & 8; // lanes 4 and 8 further on have the same unit: they share two queries
     float * const  share         = second ? shares[1] : shares[0];
     const uint32_t u_end         = u + 2 * n;
     uint4 * const  begin         = weights;
@@ -218,7 +220,7 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
         const bool  first = its.top[0] == NOWHERE;
         const float top[] = {first ? 0 : its.top[0], first ? 0 : its.top[1]};
         const float from[] = {its.base[0] - (cap > 0 ? 0 : top[0]), its.base[1] - (cap > 0 ? 0 : top[1])};
-        float       y[4][2], now[2] = {NOWHERE, NOWHERE}; // relative to the top
+        float       y[4][2], now[2] = {NOWHERE, NOWHERE}; // logits relative to the top, and the largest of them
 #pragma unroll
         for (uint32_t e = 0; e < 4; ++e) {
             const float scale = half_of(e < 2 ? next.k.x : next.k.y, e % 2);
@@ -284,8 +286,8 @@ static __device__ void piece_weights(const kvf_gpu_attend & a, const attend_plac
     }
 }
 
-// Positions outside the pool, n pairs of units from the i-th on. Where these have hardly any weight, their values count as
-// the segment's mean. four: the values' scales
+// Attend to a piece: n pairs of units from the i-th on. If it has little weight, its values count as the segment's mean.
+// four: the scales of its values
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, uint32_t i,
         uint32_t n, uint32_t taken, float * const (&shares)[2], const attend_memory & m, const uint2 & four, uint32_t last,
@@ -341,7 +343,7 @@ static __device__ void attend_piece(const kvf_gpu_attend & a, const attend_place
     }
 }
 
-// what a block has of a pass: nothing of columns that do not count
+// copy a pass to shared memory, with zeros for columns that the task does not have
 static __device__ void read_pass(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
         const prepared_pass & pass, attend_memory & m) {
     for (uint32_t i = threadIdx.x; i < a.n_step() * 32; i += blockDim.x) {
@@ -355,7 +357,8 @@ static __device__ void read_pass(const kvf_gpu_attend & a, const attend_places &
     __syncthreads();
 }
 
-// a warp's part of the positions outside the pool. what is read before ggml_cuda_pdl_sync() was there before kvf_prepare
+// attend to a warp's range of the positions outside the pool. before ggml_cuda_pdl_sync() it reads only data that were
+// complete when kvf_prepare began
 template <uint32_t BITS_K, uint32_t BITS_V>
 static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places & at, const attend_task & task,
         const int32_t * tokens, const far_range & range, const prepared_pass & pass, attend_memory & m, far_sums & its) {
@@ -374,7 +377,7 @@ static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places 
     uint2             four = {}; // of the next piece
     uint32_t          bits = 0;
     const bool        any  = range.first < range.last;
-    if (any) { // the first pair's come before what is needed later
+    if (any) { // begin to load the first pair before everything else
         next.begin(a, task, m, range.first);
         four = piece_scales(a, task, m, range.first, range.n(range.first));
         fetch_early(a.coding[0], m.codes[0], range.first, range.n(range.first), task.head);
@@ -385,7 +388,7 @@ static __device__ void attend_far(const kvf_gpu_attend & a, const attend_places 
     if (any) { bits = taken[range.first / 16]; }
 #pragma unroll 1
     for (uint32_t i = range.first, n = 0;; i += n) {
-        // in the end all warps have the same segment
+        // after the last piece, all warps end in the same segment
         const bool     is      = i < range.last;
         const uint32_t segment = is ? i * PAIR / SEGMENT : range.segment;
         if (segment != its.segment) {

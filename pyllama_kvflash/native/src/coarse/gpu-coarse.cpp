@@ -1,4 +1,4 @@
-// attention by codes on a GPU (coarse/attend.cu): where they are, and the nodes of the graph
+// attention by codes on a GPU (coarse/attend.cu): the memory of the codes, and the nodes of the graph
 
 #include "guests/gpu-chooser.h"
 
@@ -15,7 +15,7 @@ static kvf_gpu_type type_of(const ggml_tensor * t, const kvf_codes & c) {
 
 static kvf_gpu_coding coding_of(const kvf_codes & c) { return {c.n_head, c.d, c.width, c.n_bit, c.n_rot}; }
 
-// where the codes of n positions are, in whole tiles, from `base` on
+// place the codes of n positions, in whole tiles, after those that `all` already has. base: where its memory begins
 static kvf_gpu_codes placed(kvf_gpu_places & all, const kvf_codes & c, uint32_t n, char * base) {
     const size_t n_unit = (size_t) GGML_PAD((n + kvf_codes::UNIT - 1) / kvf_codes::UNIT, kvf_codes::TILE) * c.n_head;
 
@@ -39,7 +39,7 @@ uint64_t kvf_codes_bytes(const kvf_heads * heads, uint32_t n_bit_k, uint32_t n_b
     return on_gpu ? there.end : here;
 }
 
-// where the codes of whole contexts are, from `base` on. returns their bytes
+// place the codes of all layers and sequences, each with a whole context, from `base` on. returns their size
 size_t kvf_gpu_chooser::place_codes(char * base) {
     kvf_gpu_places all;
     for (uint32_t kind = 0; kind < 2; ++kind) {
@@ -48,7 +48,7 @@ size_t kvf_gpu_chooser::place_codes(char * base) {
             const auto & c = kind ? codes[0][i].values() : codes[0][i].keys();
             for (uint32_t seq = 0; seq < n_seq && mine(i); ++seq) {
                 auto & to = codes_at(kind, i, seq);
-                if (kind && codes[0][i].all.size() == 1) { // they are the keys'
+                if (kind && codes[0][i].all.size() == 1) { // the keys also serve as values
                     to = codes_at(0, i, seq);
                     continue;
                 }
@@ -59,13 +59,13 @@ size_t kvf_gpu_chooser::place_codes(char * base) {
     return all.end;
 }
 
-// take the memory of all codes: that of panes, if these leave as much
+// choose the memory for all codes: the panes' if it is large enough, else memory of their own
 void kvf_gpu_chooser::lay_out_codes() {
     at_end      = place_codes(nullptr);
     size_t room = 0;
     base        = fresh.panes ? fresh.panes->memory(device(), room) : nullptr;
     lodges      = base && room >= at_end && !fresh.panes->tenant;
-    here        = !lodges; // nothing is there yet
+    here        = !lodges; // there are no codes yet, and the panes may be in use
     if (!lodges) {
         coded = kvf_gpu_memory(buft, at_end);
         base  = coded.at();
@@ -76,7 +76,7 @@ void kvf_gpu_chooser::lay_out_codes() {
     }
 }
 
-// copy(offset, bytes) what any sequence has of codes
+// call copy(offset, size) for each range of memory that has codes
 template <typename F> void kvf_gpu_chooser::each_part(F && copy) {
     for (uint32_t i = 0; i < layers.size(); ++i) {
         for (uint32_t kind = 0; kind < codes[0][i].all.size() && mine(i); ++kind) {
@@ -108,16 +108,16 @@ void kvf_gpu_chooser::leave() {
     here = false;
 }
 
-// codes are needed, where panes may have been since
+// bring the codes back into the memory of the panes, because they are needed
 void kvf_gpu_chooser::come_back() {
     if (here) { return; }
     fresh.panes->vacate();
-    fresh.panes->clear(base); // the last tile has unused positions
+    fresh.panes->clear(base); // unused positions must be 0
     each_part([&](size_t offset, size_t size) { gpu.upload(base + offset, away.get() + offset, size); });
     here = true;
 }
 
-// how codes are made, of keys and of values
+// set up the encoders of each layer's keys and values
 void kvf_gpu_chooser::lay_out_coders() {
     std::vector<kvf_gpu_coder> res(layers.size() * 2);
     for (uint32_t i = 0; i < layers.size(); ++i) {
@@ -147,7 +147,7 @@ kvf_gpu_coders kvf_gpu_chooser::coders(uint32_t layer, uint32_t n_layer) const {
     return {(const kvf_gpu_coder *) fixed.at(in.coders) + layer * 2, n_layer * 2, n_head, memory};
 }
 
-// kvf_gpu_attend::rows, each of n_head heads
+// the value of kvf_gpu_attend::rows[].room for rows of n_head heads
 static uint32_t room_of(const kvf_gpu_type & rows, uint32_t n_head) {
     uint32_t res = 0;
     for (uint32_t head = 0; head < n_head; ++head) {
@@ -158,7 +158,7 @@ static uint32_t room_of(const kvf_gpu_type & rows, uint32_t n_head) {
     return res % 32 ? res : res + (rows.block == 1 ? 32 : 16);
 }
 
-// what nodes of each layer of the model have, but for what only a graph tells
+// set up the arguments of each layer's kernels, except for those that a graph sets
 void kvf_gpu_chooser::lay_out_attends() {
     uint32_t first = layers.size(), last = 0;
     for (uint32_t i = 0; i < layers.size(); ++i) {
@@ -215,7 +215,8 @@ void kvf_gpu_chooser::put(
     gpu.encode_rows(coders(layer, n_layer), from, seq, first * (fresh.n_chunk / kvf_codes::UNIT));
 }
 
-// segments whose first chunk is among these. nothing of them comes to the host, but for what the first one says of all
+// compute the means of the segments that begin in these chunks, on the GPU. the host only computes the divisors of keys,
+// when the first segment begins
 void kvf_gpu_chooser::begin_segments(
         llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from, uint32_t first) {
     const auto sampled = kvf_sampled(from.n_chunk, first, from.n);
@@ -229,10 +230,10 @@ void kvf_gpu_chooser::begin_segments(
     }
 }
 
-// what rows are divided by
+// compute the divisors of keys on the host, from sums that the GPU makes, and upload the factors
 void kvf_gpu_chooser::begin_first(llama_seq_id seq, uint32_t layer, uint32_t n_layer, const kvf_gpu_chunks & from,
         const std::vector<kvf_gpu_sampled> & sampled) {
-    std::vector<std::vector<kvf_codes::moments>> segments(n_layer); // of keys
+    std::vector<std::vector<kvf_codes::moments>> segments(n_layer); // of each layer's keys
     std::vector<double>                          sums((size_t) n_layer * 2 * in.n_sum * 2);
     for (const auto & some : sampled) {
         const uint32_t n = some.n(from.n_chunk);
@@ -265,7 +266,7 @@ void kvf_gpu_chooser::upload_factors(llama_seq_id seq, uint32_t layer) {
     }
 }
 
-// copy(the device's, the host's, bytes) the codes of the first n positions. threads may do different layers
+// call copy(device, host, size) for the codes, scales and means of the first n positions. threads may share the layers
 template <typename F> void kvf_gpu_chooser::each_piece(llama_seq_id seq, uint32_t layer, uint32_t n, F && copy) {
     {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -299,7 +300,7 @@ void kvf_gpu_chooser::set(llama_seq_id seq, uint32_t layer, uint32_t n, const ch
 // the graph
 //
 
-// whether a device computes all nodes of the graph from the one after `after` on
+// whether the device computes all nodes after `after`
 static bool computes_since(ggml_backend_dev_t dev, const ggml_cgraph * gf, const ggml_tensor * after) {
     const bool on_cpu = ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; // in tests
     for (int i = gf->n_nodes - 1; i >= 0 && gf->nodes[i] != after; --i) {
@@ -328,9 +329,9 @@ void kvf_gpu_chooser::build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_resu
     attend     = add(ctx, gf, "attend", il, gpu.attend, &at, {q, words});
 }
 
-// whether its own kernels attend to the pool, in place of the library's attention
+// whether our kernels also attend to the pool, in place of llama.cpp's attention
 static bool is_whole(const kvf_gpu_attend & a, const ggml_tensor * cur) {
-    const auto fits = [](int32_t type) { // halves have what it has
+    const auto fits = [](int32_t type) { // half precision can represent its values
         return type != GGML_TYPE_F32 && type != GGML_TYPE_BF16;
     };
     return cur->op == GGML_OP_FLASH_ATTN_EXT && cur->ne[2] <= kvf_gpu_attend::MOST_WHOLE && fits(a.rows[0].type) &&
@@ -345,22 +346,22 @@ ggml_tensor * kvf_gpu_chooser::blend(ggml_context * ctx, ggml_cgraph * gf, ggml_
     if (!computes_since(device(), gf, attend)) {
         throw kvf_failure(KVF_E_UNSUPPORTED, "the attention is computed on another device than that of its KV cache");
     }
-    // what runs beside other nodes has to be over when the device gives the graph to another one
+    // a late choice may run beside the nodes after it if this device computes all of them, up to a node that waits for it
     at.by_head     = by_head;
-    at.late_beside = false; // until there is a node that waits for it
+    at.late_beside = false; // until such a node is found
     at.after       = nullptr;
-    if (late_of) { // the first one that comes after it
+    if (late_of) { // this is the first attention after the late choice of another layer
         late_of->late_beside = computes_since(device(), gf, late);
         if (late_of->late_beside) { at.after = late_of->events; }
         late_of = nullptr;
     }
 
-    std::vector<ggml_tensor *> args = {attend, words, q}; // queries last until then
+    std::vector<ggml_tensor *> args = {attend, words, q}; // q: its memory must not be reused before this node
     if (sinks) { args.push_back(sinks); }
     const auto    node = (ggml_custom_op_t) gpu.mix;
     ggml_tensor * res;
     if (at.whole) {
-        args.insert(args.begin(), cur->src[3]); // the mask: what fills it begins a ubatch
+        args.insert(args.begin(), cur->src[3]); // the mask, so that it is still filled: that calls kvf_fresh::begin()
         res = ggml_custom_4d(ctx, cur->type, cur->ne[0], cur->ne[1], cur->ne[2], cur->ne[3], args.data(), args.size(), node,
                 kvf_gpu::LAUNCHES, &at);
     } else {

@@ -6,7 +6,7 @@
 #include <new>
 #include <vector>
 
-// the hot loops, for the widest vectors that the processor has
+// compile a function for several instruction sets. the best one for the processor is chosen when the library is loaded
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
 #define KVF_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -20,14 +20,14 @@ typedef int32_t  lanes_i __attribute__((vector_size(LANES * 4)));
 typedef uint32_t lanes_u __attribute__((vector_size(LANES * 4)));
 typedef uint16_t lanes_h __attribute__((vector_size(LANES * 2)));
 
-// what lies at a place, wherever that is
+// load a T from an address, aligned or not
 template <typename T = lanes_f> static inline __attribute__((always_inline)) T vector_at(const void * x) {
     T res;
     memcpy(&res, x, sizeof(res));
     return res;
 }
 
-// memory that begins where a vector may: one that lies across two lines of the cache takes twice as long
+// an allocator that aligns to whole vectors: loading one that spans two cache lines takes twice as long
 template <typename T> struct kvf_aligner {
     using value_type = T;
     static constexpr std::align_val_t ALIGN{sizeof(lanes_f)};
@@ -43,7 +43,7 @@ template <typename T> struct kvf_aligner {
 
 template <typename T> using kvf_aligned = std::vector<T, kvf_aligner<T>>;
 
-// many lanes: std::vector<lanes_f> would not be aligned, since a template drops that of its argument
+// an array of lanes_f. std::vector<lanes_f> would not be aligned, since a template drops the alignment of its argument
 struct kvf_lanes {
     explicit kvf_lanes(size_t n) : all(n * LANES) {}
 
@@ -54,7 +54,16 @@ private:
     kvf_aligned<float> all;
 };
 
-// the sum of all lanes, by halves: one after the other would wait for each addition
+// the largest lane
+static inline __attribute__((always_inline)) float most_lane(lanes_f x) {
+    float res = x[0];
+    for (uint32_t i = 1; i < LANES; ++i) {
+        res = x[i] > res ? x[i] : res;
+    }
+    return res;
+}
+
+// the sum of all lanes. it adds halves of the vector, because in a lane-by-lane sum each addition waits for the last one
 static inline __attribute__((always_inline)) float sum_lanes(lanes_f x) {
     typedef float half_f __attribute__((vector_size(LANES * 2)));
     typedef float quarter_f __attribute__((vector_size(LANES)));
@@ -68,7 +77,7 @@ static inline __attribute__((always_inline)) float sum_lanes(lanes_f x) {
     return (quarters[0][0] + quarters[0][1]) + (quarters[0][2] + quarters[0][3]);
 }
 
-// the product of two rows of n values
+// the dot product of two rows of n floats
 static inline __attribute__((always_inline)) float dot_of(const float * a, const float * b, uint32_t n) {
     lanes_f  sum = {};
     uint32_t i   = 0;
@@ -82,35 +91,36 @@ static inline __attribute__((always_inline)) float dot_of(const float * a, const
     return res;
 }
 
-// p times 2 to a whole number, which is put together from its bits (Schraudolph 1999)
+// p * 2^whole. the power of two is assembled from its bits (Schraudolph 1999)
 static inline __attribute__((always_inline)) lanes_f times_power(lanes_f p, lanes_i whole) {
     return (lanes_f) ((whole + 127) << 23) * p;
 }
 
-// e to the x, for x <= 0 (1 for others: lanes that nobody looks at), to a part in 10^5: 2 to the whole part, and a
-// polynomial for 2 to the rest
+// e^x for x <= 0, accurate to 1 part in 10^5. For x > 0, which only unused lanes have, the result is 1. The exponent's
+// integer part becomes a power of two, its fraction goes through a polynomial
 static inline __attribute__((always_inline)) lanes_f exponential(lanes_f x) {
     lanes_f t = x * 1.44269504f;
     t         = t < -126.0f ? lanes_f{} - 126.0f : t;
     t         = t > 0.0f ? lanes_f{} : t;
 
-    const lanes_i whole = __builtin_convertvector(t, lanes_i); // towards zero: what is left is in (-1, 0]
+    const lanes_i whole = __builtin_convertvector(t, lanes_i); // rounds towards zero: the fraction is in (-1, 0]
     const lanes_f f     = (t - __builtin_convertvector(whole, lanes_f)) * 0.69314718f;
     const lanes_f p = 1 + f * (1 + f * (0.5f + f * (0.16666667f + f * (0.04166667f + f * (0.00833333f + f * 0.00138889f)))));
 
     return times_power(p, whole);
 }
 
-// 2 to the x, for x <= 0, to a part in 5,000: exponential() with a shorter polynomial
+// 2^x for x <= 0, accurate to 1 part in 5,000: as exponential(), with a shorter polynomial
 static inline __attribute__((always_inline)) lanes_f power_of_two(lanes_f x) {
     const lanes_f t     = x < -126.0f ? lanes_f{} - 126.0f : x;
-    const lanes_i whole = __builtin_convertvector(t, lanes_i); // towards zero: what is left is in (-1, 0]
+    const lanes_i whole = __builtin_convertvector(t, lanes_i); // rounds towards zero: the fraction is in (-1, 0]
     const lanes_f f     = t - __builtin_convertvector(whole, lanes_f);
     const lanes_f p     = 1 + f * (0.69161f + f * (0.23139f + f * 0.03987f));
     return times_power(p, whole);
 }
 
-// the sum of each of 16 vectors: of their halves, of two vectors in one; of their quarters, of four in one, and so on
+// the sums of 16 vectors, one in each lane. two vectors are folded into one that holds their half sums, two of these into
+// one that holds quarter sums, and so on
 static inline __attribute__((always_inline)) lanes_f sums_of(const lanes_f * x) {
     lanes_f two[8], four[4], eight[2];
     for (uint32_t i = 0; i < 8; ++i) {

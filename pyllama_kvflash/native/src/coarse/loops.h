@@ -1,10 +1,10 @@
-// products of vectors of codes. coarse/products.cpp includes this once in the namespace of each set of instructions: no
-// template can have its target for an argument
+// products of codes. coarse/products.cpp includes this file in the namespace of each instruction set, because a template
+// cannot take its target as an argument
 
 template <uint32_t N> KVF_TARGET static void key(const packed & p, const int8_t * q, int32_t * res) {
     const bytes mask = bytes{} + p.mask();
     for (uint32_t u = 0; u < p.n_unit; ++u, res += N * LANES) {
-        // some of the positions at a time: the sums of all may be more than there are registers
+        // a part of the positions at a time: there may be too few registers for the sums of all
         for (uint32_t part = 0; part < QUAD; part += sizeof(bytes)) {
             const uint8_t * from = p.at + u * p.stride + part;
             words           sums[N];

@@ -1,7 +1,7 @@
 #pragma once
 
-// the attention to the pool: its rows as they are, on tensor cores as halves. Where llama.cpp's own attention has the
-// values, only what it sums
+// attention to the rows of the pool, as halves on tensor cores. Where llama.cpp's own attention sums up the values, this
+// computes only the sums of weights
 
 #include "coarse/far.cuh"
 
@@ -9,11 +9,11 @@
 // rows
 //
 
-// of 16 cells
+// 16 consecutive cells, the i-th of n_all groups
 struct pool_cells {
-    uint32_t cell, n; // where the first one is; those that are
-    int32_t  pos;     // of the first one; -1: they are before all tokens
-    bool     is;      // of n_all sixteens, the i-th
+    uint32_t cell, n; // the first cell; the number of cells that hold a position
+    int32_t  pos;     // of the first cell; -1: guests, which all tokens see
+    bool     is;      // whether there is an i-th group
 
     __device__ pool_cells(const kvf_gpu_layer & p, const asked & ask, const attend_task & task, uint32_t i, uint32_t n_all) {
         is = i < n_all;
@@ -34,13 +34,13 @@ struct pool_cells {
     }
 };
 
-// landed(), of all threads of a warp
+// landed() for all threads of a warp
 template <uint32_t N> static __device__ void copied() {
     landed<N>();
     __syncwarp();
 }
 
-// by a warp
+// fill in a pool_rows, by one warp
 static __device__ void describe_rows(
         const kvf_gpu_attend & a, const attend_places & places, uint32_t head, bool values, pool_rows & to) {
     const auto &   r = a.rows[values];
@@ -49,7 +49,7 @@ static __device__ void describe_rows(
     const uint64_t stride = (values ? a.p.v.size : a.p.k.size) / UNIT;
     const char *   from   = values ? a.p.v.data : a.p.k.data;
     const uint64_t all    = (uint64_t) from | stride;
-    uint32_t       low = begin, high = end, size = 16; // as much more as is aligned
+    uint32_t       low = begin, high = end, size = 16; // extended to aligned addresses if possible
     if (all % 16 == 0 && GGML_PAD(end, 16) <= stride) {
         low  = begin / 16 * 16;
         high = GGML_PAD(end, 16);
@@ -88,7 +88,7 @@ static __device__ void copy_rows(const pool_rows & rows, uint32_t at, const char
     }
 }
 
-// rows of cells, to `at` in shared memory. of cells that are not, those of another one
+// begin to copy the rows of 16 cells to `at` in shared memory. for missing cells, the row of the last one is repeated
 static __device__ void copy_rows(const pool_rows & rows, uint32_t at, const pool_cells & cells) {
     const char *   its  = rows.from + cells.cell * rows.stride;
     const uint32_t last = max(cells.n, 1u) - 1, n = rows.n;
@@ -104,7 +104,7 @@ static __device__ void copy_rows(const pool_rows & rows, uint32_t at, const pool
     }
 }
 
-// rows that have come to a warp
+// rows of 16 cells in a warp's shared memory
 struct rows_here {
     const pool_rows & its;
     uint32_t          at, room;
@@ -114,7 +114,7 @@ struct rows_here {
                      values * UNIT * places.room[0]),
         room(places.room_of(values)) {}
 
-    // four values of a row as halves, from i on, of n
+    // elements i to i + 3 of a row of n, as halves; 0 beyond n
     template <int32_t TYPE> __device__ uint2 four(uint32_t row, uint32_t i, uint32_t n) const {
         const uint32_t from = at + row * room + its.shift;
         if (TYPE == GGML_TYPE_F16) { return shared<uint2>(from + 2 * i); }
@@ -129,7 +129,7 @@ struct rows_here {
         return any_four(its.type, &shared<char>(from), its.first + i, i < n ? n - i : 0);
     }
 
-    // two bytes of 1024 and 128 more
+    // two quants, given as halves of 1024 + 128 + quant, times the scale
     static __device__ uint32_t scaled(uint32_t bytes, half2 scale) {
         half2    x;
         uint32_t res;
@@ -148,7 +148,8 @@ struct rows_here {
         return {halves(x[0], x[1]), halves(x[2], x[3])};
     }
 
-    // TYPE of four(): that of the cache where a head's four values lie as they are read there
+    // call f with the TYPE for four(): that of the cache if the head is aligned for it, else GGML_TYPE_COUNT, which reads
+    // any type
     template <typename F> __device__ void with_type(uint32_t d, const F & f) const {
         if (d % 16 == 0 && its.first == 0 && its.shift % 8 == 0 && its.type == GGML_TYPE_F16) {
             f(std::integral_constant<int32_t, GGML_TYPE_F16>());
@@ -164,7 +165,7 @@ struct rows_here {
 // attention
 //
 
-// the queries as halves, [16 values][lane]
+// copy the queries to shared memory, as halves [16 elements][lane]
 static __device__ void read_plain(
         const kvf_gpu_attend & a, const attend_places & at, const attend_task & task, const prepared_pass & pass) {
     for (uint32_t i = threadIdx.x; i < a.n_plain(); i += blockDim.x) {
@@ -173,7 +174,7 @@ static __device__ void read_plain(
     __syncthreads();
 }
 
-// logits of base 2 of rows g and g + 8, each of queries 2*t and 2*t + 1
+// the base-2 logits of rows g and g + 8, each for queries 2*t and 2*t + 1
 static __device__ void cell_logits(const kvf_gpu_layer & p, const rows_here & rows, const uint2 * queries, float (&res)[4]) {
     const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     rows.with_type(p.d, [&](auto type) {
@@ -190,8 +191,8 @@ static __device__ void cell_logits(const kvf_gpu_layer & p, const rows_here & ro
     }
 }
 
-// The sums of values by weights. A lane has cells t, t + 4, ... of 16: of each the values 4*g on of 32, which are rows g and
-// g + 8 of two products. weights: [query][t][cell]
+// Add the values of 16 cells by weights. A lane takes cells t, t + 4, t + 8 and t + 12, of each elements 4*g to 4*g + 3 of
+// 32. These are rows g and g + 8 of two products. weights: [query][t][cell]
 static __device__ void cell_values(
         uint32_t d, const rows_here & rows, const uint2 * weights, const float (&factor)[2], float4 * values) {
     const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -218,7 +219,7 @@ static __device__ void cell_values(
     });
 }
 
-// Logits of cells become weights. pos: of the lane's queries
+// Turn the logits of 16 cells into weights. pos: the positions of the lane's queries
 static __device__ void cell_weights(const pool_cells & cells, const int32_t (&pos)[2], float (&y)[4], uint16_t * weights,
         float (&factor)[2], far_sums & its) {
     const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -247,14 +248,15 @@ static __device__ void cell_weights(const pool_cells & cells, const int32_t (&po
     __syncwarp();
 }
 
-// The pool: what is common up to each row's token, and the guests. A warp takes 16 cells at a time, while the next ones come
+// Attend to the pool: to common cells up to each token's position, and to all guests. A warp takes 16 cells at a time, while
+// the rows of the next 16 are being copied
 static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places & at, const asked & ask,
         const attend_task & task, const int32_t * tokens, const prepared_pass & pass, const attend_memory & m, far_sums & its) {
     const auto &    p    = a.p;
     const uint32_t  warp = threadIdx.x / 32, n_warp = (task.n_part - task.n_far) * at.n_warp;
     const uint32_t  first = (task.part - task.n_far) * at.n_warp + warp;
     const uint32_t  n_all = task.n_common * (p.n_chunk / UNIT) + task.n_fill;
-    const bool      apart = p.v.n_run > 0; // keys are not values, too
+    const bool      apart = p.v.n_run > 0; // false: the keys also serve as values
     const rows_here keys(at, m.rows[0], false), values(at, m.rows[apart], apart);
     uint16_t * const weights = &shared<uint16_t>(at.rows + warp * at.each);
 
@@ -264,14 +266,15 @@ static __device__ void attend_pool(const kvf_gpu_attend & a, const attend_places
         const uint32_t q = 2 * (threadIdx.x % 4) + j;
         pos[j]           = task.has(q) ? tokens[task.row_of(q) * kvf_gpu_attend::LEN_TOKEN + kvf_gpu_attend::POS] : -2;
     }
-    // Copies of keys and of values take turns, though there may be nothing to copy. Keys that are values, too, come alone
+    // groups of copies alternate between keys and values, even if a group is empty. keys that also serve as values are
+    // copied once
     const bool alone = !apart && a.whole;
     const auto begin = [&](const rows_here & rows, const pool_cells & cells, bool is) {
         if (is && cells.is) { copy_rows(rows.its, rows.at, cells); }
         copies_begun();
     };
     pool_cells cells(p, ask, task, n_all, n_all),
-            next(p, ask, task, first, n_all); // the first time there is only a next one
+            next(p, ask, task, first, n_all); // at first there are no current cells
 #pragma unroll 1
     for (uint32_t i = first;; i += n_warp) {
         float y[4] = {}, factor[2];

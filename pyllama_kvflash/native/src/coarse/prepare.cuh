@@ -1,14 +1,14 @@
 #pragma once
 
-// what a pass over the codes needs of its queries, prepared once for all of its blocks: their bytes, as products take them, and
-// their products with the means of segments; and which units the pool has
+// prepares the queries of a pass once for all of its blocks: as bytes and halves for products, and multiplied with the means
+// of segments. It also finds the units that the pool has
 
 #include "coarse/attend.cuh"
 
-static constexpr uint32_t PREPARE  = 32 * COLS; // threads: a warp a query
+static constexpr uint32_t PREPARE  = 32 * COLS; // threads: a warp for each query
 static constexpr uint32_t SEGMENTS = 4;         // of a block
 
-// the units of a sequence that the pool has: common ones and guests. to: a bit each
+// set a bit for each unit of a sequence that the pool has: common ones and guests
 static __device__ void find_taken(const kvf_gpu_attend & a, const asked & ask, uint32_t seq, uint32_t * to) {
     uint32_t * const taken  = &shared<uint32_t>();
     const int32_t *  table  = a.p.guests[seq].table;
@@ -28,7 +28,8 @@ static __device__ void find_taken(const kvf_gpu_attend & a, const asked & ask, u
     __syncthreads();
 }
 
-// A query as halves, scaled, for products with the pool's rows: [16 values][lane], four values each. x: as it is
+// Write a scaled query as halves, for products with the rows of the pool: [16 elements][lane], four elements each. x: the
+// query, not rotated
 static __device__ void plain_query(const kvf_gpu_attend & a, const float * x, uint32_t column, uint2 * to) {
     const uint32_t d = a.coding[0].d;
     for (uint32_t i = threadIdx.x % 32; i < a.n_plain() / COLS; i += 32) {
@@ -41,7 +42,7 @@ static __device__ void plain_query(const kvf_gpu_attend & a, const float * x, ui
     }
 }
 
-// A query as bytes, for products with codes. x: rotated
+// Write a query as bytes, for products with codes. x: the rotated query
 template <uint32_t N_BIT>
 static __device__ void query_words(const kvf_gpu_attend & a, const float * x, uint32_t column, const prepared_pass & to) {
     constexpr uint32_t EACH = 4 / N_BIT; // products with the same words
@@ -66,17 +67,17 @@ static __device__ void query_words(const kvf_gpu_attend & a, const float * x, ui
         words[step * COLS * 8 + i % 8] = word;
     }
     sum = over_lanes(sum, add<float>);
-    if (lane == 0) { // logits are of base 2
+    if (lane == 0) { // for base-2 logits
         to.unit[column]   = largest / MOST_BYTE * (LOG2E * a.p.scale);
         to.middle[column] = middle_of<N_BIT>() * sum;
     }
 }
 
-// A query times what rows were divided by, and rotated, by a warp. by: room for these factors
+// Multiply a query by the factors of its head, and rotate it, by one warp. by: room for the factors
 static __device__ void rotate_query(const kvf_gpu_coding & c, const float * factors, float * x, float * by) {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll 4
-    for (uint32_t e = lane; e < c.d; e += 32) { // on their way meanwhile
+    for (uint32_t e = lane; e < c.d; e += 32) { // these loads overlap the first rotation
         by[e] = factors[e];
     }
     __syncwarp();
@@ -88,7 +89,7 @@ static __device__ void rotate_query(const kvf_gpu_coding & c, const float * fact
     __syncwarp();
 }
 
-// products of a rotated query with the means of segments: SEGMENTS from the first one on, or up to n
+// multiply a rotated query with the means of up to SEGMENTS segments, from `first` on and below n
 static __device__ void segment_products(const kvf_gpu_attend & a, const kvf_gpu_codes & codes, uint32_t head, uint32_t first,
         uint32_t n, const float * x, float * to) {
     const uint32_t width = a.coding[0].width, lane = threadIdx.x % 32;
@@ -111,12 +112,12 @@ static __device__ void segment_products(const kvf_gpu_attend & a, const kvf_gpu_
     }
 }
 
-// grid: blocks for SEGMENTS segments each, the first of which writes the queries, too, and one for units; heads of keys;
-// passes
+// grid: blocks for SEGMENTS segments each, of which the first also writes the queries, and one block for the units; key
+// heads; passes
 template <uint32_t N_BIT>
 static __global__ void __launch_bounds__(PREPARE) kvf_prepare(const __grid_constant__ kvf_gpu_attend a,
         const kvf_gpu_queries q, const int32_t * words, uint32_t tokens, uint32_t n) {
-    ggml_cuda_pdl_lc(); // blocks of kvf_attend begin
+    ggml_cuda_pdl_lc(); // blocks of kvf_attend may begin
     const asked         ask    = {a.p, nullptr, words};
     const int32_t *     of_row = words + a.p.ask.size();
     const attend_pass   pass(a, blockIdx.y, blockIdx.z, tokens, n);

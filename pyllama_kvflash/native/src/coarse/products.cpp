@@ -15,13 +15,13 @@
 #endif
 #endif
 
-// where the codes of a head's units are, one after the other, and how they are unpacked
+// the contiguous codes of a head's units, and how to unpack them
 struct packed {
     const uint8_t * at;
-    size_t          stride; // of a unit
+    size_t          stride; // bytes from a unit to the next
     uint32_t        n_unit, n_bit, width;
 
-    uint32_t each() const { return 8 / n_bit; } // values in a byte
+    uint32_t each() const { return 8 / n_bit; } // elements in a byte
     uint8_t  mask() const { return (1 << n_bit) - 1; }
     uint32_t n_quad() const { return width / 4; }
 };
@@ -31,9 +31,9 @@ static constexpr uint32_t QUAD = kvf_codes::QUAD;
 typedef int32_t four_words __attribute__((vector_size(16)));
 
 //
-// Sets of instructions. Each has vectors of some size, whether the processor has it, and what coarse/loops.h takes: sums of
-// words, to each of which four products of codes with bytes are added; and codes by position, four of a value side by side
-// rather than four values of a position
+// Instruction sets. Each has vectors of one size, is_here() (whether the processor has the instructions), and the two
+// operations of coarse/loops.h: add_fours() adds four products of codes and bytes to each word; turned() transposes 4x4
+// bytes, so that four positions of an element are side by side instead of four elements of a position
 //
 
 #define KVF_VECTORS(size)                                                                                                   \
@@ -85,7 +85,7 @@ KVF_TARGET static inline bytes turned(bytes x) { return __builtin_shufflevector(
 
 #endif
 
-// vectors that any processor has, or its compiler makes
+// vectors of 16 bytes, which the compiler emulates where the processor lacks them
 namespace sixteen {
 
 KVF_VECTORS(16)
@@ -118,7 +118,7 @@ static inline words add_fours(words sums, bytes codes, bytes x) {
 
 #ifdef __aarch64__
 
-// what any ARM of 64 bits has. a code is a number from 0 to 15, so it is the same with a sign
+// every 64-bit ARM processor has these. codes are 0 to 15, so they are the same numbers as signed bytes
 namespace neon {
 
 using namespace sixteen;
@@ -135,7 +135,8 @@ static inline words add_fours(words sums, bytes codes, bytes x) {
 } // namespace neon
 #undef KVF_TARGET
 
-// a compiler for a processor that has them needs no target. Clang before 16 has them only then
+// no target is needed if the compiler already generates code for a processor with these. Clang before 16 knows no such
+// target
 #if defined(__ARM_FEATURE_DOTPROD) || !defined(__clang__)
 #define KVF_DOTPROD 1
 #ifdef __ARM_FEATURE_DOTPROD
@@ -186,19 +187,18 @@ void kvf_codes::exact_sum(uint32_t head, uint32_t u, const float * weights, floa
     }
 }
 
-// a set of instructions, whether the processor has it, and its loops for 1 to 8 vectors
+// an instruction set: whether the processor has it, and its loops for 1 to 8 vectors
 struct loops {
     using product = void (*)(const packed &, const int8_t *, int32_t *);
 
-    const char * name;
     bool (*is_here)();
     product key[8], value[8];
 };
 
 #define KVF_EACH(of) {of<1>, of<2>, of<3>, of<4>, of<5>, of<6>, of<7>, of<8>}
-#define KVF_LOOPS(set) {#set, set::is_here, KVF_EACH(set::key), KVF_EACH(set::value)}
+#define KVF_LOOPS(set) {set::is_here, KVF_EACH(set::key), KVF_EACH(set::value)}
 
-// the best one first
+// the fastest first
 static const loops LOOPS[] = {
 #ifdef __x86_64__
         KVF_LOOPS(vnni), KVF_LOOPS(avx2),

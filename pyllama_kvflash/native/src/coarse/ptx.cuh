@@ -1,12 +1,12 @@
 #pragma once
 
-// instructions that CUDA has no functions for: loads that stay in their order, copies that are waited for later, and products
-// on tensor cores, of which lane 4*g + t has row g and columns 2*t, 2*t + 1. For tests on the CPU, tests/native/cuda has the
-// same functions
+// instructions without a CUDA function: loads that the compiler does not reorder, asynchronous copies, and matrix products
+// on tensor cores. Of a product's result, lane 4*g + t holds row g, columns 2*t and 2*t + 1. tests/native/cuda has the same
+// functions for tests on the CPU
 
 #include <stdint.h>
 
-// asm that is volatile stays in its order: what is read for the next products is read before these
+// the compiler keeps volatile asm in order, so the words of the next products are loaded before the current products
 
 static __device__ uint4 read_words(const uint8_t * at) {
     uint4 res;
@@ -23,7 +23,7 @@ static __device__ uint2 read_scales(const uint16_t * at) {
     return res;
 }
 
-// have some bytes come to the cache of the device, by a warp
+// prefetch some bytes into the L2 cache, by one warp
 static __device__ void fetch_early(const void * at, uint32_t size) {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x % 32 * 128; i < size; i += 32 * 128) {
@@ -31,7 +31,7 @@ static __device__ void fetch_early(const void * at, uint32_t size) {
     }
 }
 
-// bytes, which are aligned. They are there after landed()
+// begin to copy SIZE bytes, aligned to SIZE, to shared memory. they have arrived after landed()
 template <uint32_t SIZE> static __device__ void copy_piece(void * dst, const void * src) {
 #if __CUDA_ARCH__ >= 800
     const uint32_t to = (uint32_t) __cvta_generic_to_shared(dst);
@@ -48,21 +48,22 @@ template <uint32_t SIZE> static __device__ void copy_piece(void * dst, const voi
 #endif
 }
 
+// close a group of copies
 static __device__ void copies_begun() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// all copies of a thread, but for those between the last N calls of copies_begun()
+// wait for this thread's copies, except for those in the last N groups
 template <uint32_t N> static __device__ void landed() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }
 
-// products of bytes, 16 rows of 32 by 8 columns of 32, as lanes have them: rows g and g + 8, bytes 4*t and 16 + 4*t of each;
-// column g likewise
+// d += A*B for bytes: A has 16 rows of 32, B 8 columns of 32. A lane holds bytes 4*t to 4*t + 3, and 16 more, of rows g (a0,
+// a2) and g + 8 (a1, a3), and of column g (b)
 static __device__ void multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -81,8 +82,8 @@ static __device__ void multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t 
 #endif
 }
 
-// the same of halves, 16 rows of 16 by 8 columns of 16: rows g and g + 8, halves 2*t and 8 + 2*t of each, and those after
-// them
+// d += A*B for halves: A has 16 rows of 16, B 8 columns of 16. A lane holds halves 2*t and 2*t + 1, and 8 more, of rows g
+// (a0, a2) and g + 8 (a1, a3), and of column g (b)
 static __device__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
 #if __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -99,7 +100,7 @@ static __device__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_
 #endif
 }
 
-// a matrix of 8 rows of 8 halves, turned: a lane has columns 2*t and 2*t + 1 of row g
+// transpose a matrix of 8 rows of 8 halves, of which a lane holds columns 2*t and 2*t + 1 of row g
 static __device__ uint32_t turned(uint32_t its) {
 #if __CUDA_ARCH__ >= 750
     uint32_t res;

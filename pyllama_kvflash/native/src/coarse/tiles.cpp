@@ -1,4 +1,4 @@
-// what a task computes: see coarse/coarse.h
+// the tasks: attention to tiles of codes and of pool cells, see coarse/coarse.h
 
 #include "coarse/coarse.h"
 
@@ -6,7 +6,7 @@
 #include <cmath>
 
 static constexpr uint32_t UNIT   = kvf_fresh::UNIT;
-static constexpr float    UNSEEN = 1.0f / 32; // at most this share of attention may use the mean, not its own values
+static constexpr float    UNSEEN = 1.0f / 32; // at most this share of a query's attention may use mean values
 
 void kvf_coarse_on_cpu::prepare(
         const work & w, const ggml_tensor * q_all, uint32_t head, uint32_t batch, queries & res) const {
@@ -47,7 +47,7 @@ void kvf_coarse_on_cpu::prepare(
     }
 }
 
-// the weights of a tile's positions, [q.n][KVF_TILE], each relative to its query's top; and the sums of its units
+// compute the weights of a tile's positions [q.n][KVF_TILE], relative to the top of each query, and the sums of its units
 void kvf_coarse_on_cpu::weigh_tile(const work & w, const node & at, uint32_t head, uint32_t tile, const queries & q,
         float * weights, float * const * sums, float * tops) const {
     static thread_local kvf_aligned<int32_t> products(KVF_TILE_UNITS * KVF_MOST_Q * LANES);
@@ -91,7 +91,7 @@ void kvf_coarse_on_cpu::far(const work & w, const node & at, uint32_t head, uint
         sums[j]         = asks ? o.sums.data() + shares_at(w, head, first_q + j) * w.s->n_unit() + first
                                : unused.data() + (size_t) j * KVF_TILE_UNITS;
     }
-    // with keeps, the choosing pass computes the weights, and the attending one finds them
+    // with keeps, the choosing pass computes the weights, and the attending pass reads them
     float * weights =
             w.keeps ? o.kept.data() + (((size_t) head * w.n_batch + q.batch) * w.n_far + tile) * KVF_MOST_Q * KVF_TILE
                     : room.data();
@@ -118,8 +118,8 @@ void kvf_coarse_on_cpu::far(const work & w, const node & at, uint32_t head, uint
     }
     if (!w.attends) { return; }
 
-    // For each group of KVF_SUM_UNITS units: which queries need its values, not only the mean. With keeps (one token is
-    // decoded), the full softmax sums are already known
+    // for each group of KVF_SUM_UNITS units, find the queries that need its values; for the others, the mean added above is
+    // enough. only with keeps are the sums of all weights known by now, so otherwise all queries take the values
     constexpr uint32_t n_group = KVF_TILE_UNITS / KVF_SUM_UNITS;
     seeing             who[n_group];
     const float        unseen = UNSEEN * KVF_SUM_UNITS / w.s->n_unit();
@@ -137,7 +137,7 @@ void kvf_coarse_on_cpu::far(const work & w, const node & at, uint32_t head, uint
     }
 }
 
-// values of at most KVF_SUM_UNITS units
+// add the weighted values of at most KVF_SUM_UNITS units
 void kvf_coarse_on_cpu::add_values(const work & w, uint32_t head, uint32_t first, uint32_t n, const seeing & who,
         const float * weights, const float * factors, part * parts) const {
     static thread_local kvf_aligned<int8_t>  bytes(KVF_SUM_UNITS * KVF_MOST_Q * 64);
@@ -163,7 +163,7 @@ void kvf_coarse_on_cpu::add_values(const work & w, uint32_t head, uint32_t first
                 bytes.data() + (size_t) i * 64, sum[i]);
         all += worth[i];
     }
-    if (all == 0) { return; } // all of them are there
+    if (all == 0) { return; } // the pool has all of these units
 
     sums.resize((size_t) KVF_MOST_Q * v.width);
     v.value_sums(head, first, n, bytes.data(), who.n, sums.data());
@@ -198,7 +198,7 @@ void kvf_coarse_on_cpu::near(
         kvf_dots(keys.data(), n, d, q.plain.data(), q.n, products.data());
     }
     for (uint32_t j = 0; j < q.n; ++j) {
-        // a query sees pool cells up to its own position, and every guest
+        // a query sees common cells up to its own position, and every guest
         const llama_pos pos = w.pos[(q.batch * KVF_MOST_Q + j) / w.group];
         const uint32_t  end =
                 std::upper_bound(s.cells.begin(), s.cells.end(), std::make_pair(pos, INT32_MAX)) - s.cells.begin();

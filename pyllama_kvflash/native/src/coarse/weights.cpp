@@ -1,4 +1,4 @@
-// the hot loops of attention by codes, see coarse/weights.h
+// the vectorised parts of attention by codes, see coarse/weights.h
 
 #include "coarse/weights.h"
 
@@ -29,14 +29,6 @@ float kvf_query_bytes(const float * x, uint32_t n, int8_t * dst) {
 static inline __attribute__((always_inline)) lanes_f capped(lanes_f x, float cap) {
     const lanes_f size = (x < 0 ? -x : x) * (1 / cap), e = exponential(-2 * size), y = cap * (1 - e) / (1 + e);
     return x < 0 ? -y : y;
-}
-
-static inline __attribute__((always_inline)) float most_lane(lanes_f x) {
-    float res = x[0];
-    for (uint32_t i = 1; i < LANES; ++i) {
-        res = std::max(res, x[i]);
-    }
-    return res;
 }
 
 KVF_CLONES
@@ -158,13 +150,13 @@ float kvf_sum_weights(const float * x, uint32_t n, float top) {
 
 static inline __attribute__((always_inline)) lanes_f lanes_at(const float * x) { return vector_at(x); }
 
-// half precision, of finite numbers
+// convert 16 finite half-precision numbers
 static inline __attribute__((always_inline)) lanes_f lanes_at(const uint16_t * x) {
     const lanes_u wide = __builtin_convertvector(vector_at<lanes_h>(x), lanes_u);
     return (lanes_f) ((wide & 0x7fff) << 13 | (wide & 0x8000) << 16) * 0x1p112f;
 }
 
-// of N queries. two keys at a time: with 8 queries each, their sums are those of 16 vectors
+// products with N queries. it takes two keys at a time: with 8 queries, these are the 16 sums that sums_of() adds up
 template <uint32_t N, typename T, typename F>
 static inline __attribute__((always_inline)) void n_dots(
         const F & key, uint32_t n, uint32_t d, const float * queries, uint32_t n_q, float * dst) {

@@ -4,42 +4,44 @@
 
 #include <limits>
 
-// What attention by codes computes in vectors: logits, weights, and sums. Units have 16 positions, the lanes of a vector.
+// The vectorised parts of attention by codes: logits, weights and sums. The 16 positions of a unit are the lanes of a
+// vector.
 
 static constexpr float    KVF_NONE       = -std::numeric_limits<float>::infinity();
-static constexpr uint32_t KVF_MOST_Q     = 8;    // queries that are taken at once
-static constexpr uint32_t KVF_TILE       = 1024; // positions of a task
+static constexpr uint32_t KVF_MOST_Q     = 8;    // queries of a task
+static constexpr uint32_t KVF_TILE       = 1024; // positions of a tile
 static constexpr uint32_t KVF_TILE_UNITS = KVF_TILE / LANES;
-static constexpr uint32_t KVF_SUM_UNITS  = 16; // whose weights have one scale
+static constexpr uint32_t KVF_SUM_UNITS  = 16; // units whose weights share a scale
 static constexpr float    KVF_MOST_BYTE  = 127;
 
-// a row in sums, and in those of squares
+// add a row to sums, and its squares to sums of squares
 void kvf_add_row(const float * row, uint32_t n, double * sum, double * square);
-// x in bytes, each of which is worth what is returned
+// quantise x to bytes. returns their scale: x[i] is about scale*dst[i]
 float kvf_query_bytes(const float * x, uint32_t n, int8_t * dst);
-// scales as floats: n numbers in half precision, a multiple of 16, that are neither negative nor infinite
+// convert n half-precision numbers to floats. n is a multiple of 16; the numbers are finite and not negative
 void kvf_scales_of(const uint16_t * scales, uint32_t n, float * dst);
 
-// logits of n_unit units: (sum - middle)*unit*scale of each position + base, with a cap if it is not 0. sums: N*16 from a
-// unit to the next. returns the largest
+// the logits of n_unit units: (sum - middle)*unit*scale of each position + base, soft-capped if cap is not 0. sums: those of
+// a unit are N*16 after those of the last one. returns the largest logit
 float kvf_logits(const int32_t * sums, uint32_t N, const float * scales, uint32_t n_unit, float middle, float unit,
         float base, float cap, float * dst);
-// the same of plain products, which become logits. those of KVF_NONE stay
+// turn products x [n_unit][16] into logits in place: x*scale + base, soft-capped if cap is not 0. KVF_NONE stays. returns
+// the largest logit
 float kvf_plain_logits(float * x, uint32_t n_unit, float scale, float base, float cap);
-// logits [n_unit][16] become weights, exp(logit - top). sums: of each unit
+// turn logits x [n_unit][16] into weights exp(x - top), in place. sums: the sum of each unit
 void kvf_weigh(float * x, uint32_t n_unit, float top, float * sums);
-// weights times the scales of the values' codes, as bytes [n_unit][N][64] for kvf_codes::value_sums(). open: 0 or 1 for each
-// unit, by which they are multiplied. returns what a byte is worth. sum: of the bytes
+// multiply weights x by the scales of the values' codes and by `open`, 0 or 1 for each unit, and quantise them to the bytes
+// of one query in [n_unit][N][64] (kvf_codes::value_sums()). sum: of the bytes. returns their scale
 float kvf_weight_bytes(
         const float * x, const float * scales, const float * open, uint32_t n_unit, uint32_t N, int8_t * dst, int32_t & sum);
-// the sum of exp(x - top) of n logits, a multiple of 16
+// the sum of exp(x - top) over n logits; n is a multiple of 16
 float kvf_sum_weights(const float * x, uint32_t n, float top);
 
 float kvf_dot(const float * a, const float * b, uint32_t n);
-// products of n keys [n][d] with n_q queries, [KVF_MOST_Q][width], with zeros from
-// d on: [n_q][KVF_TILE]
+// products of n keys [n][d] with the first n_q of queries [KVF_MOST_Q][width] -> dst [n_q][KVF_TILE]. queries are 0 from
+// element d on
 void kvf_dots(const float * keys, uint32_t n, uint32_t d, const float * queries, uint32_t n_q, float * dst);
-// the same of finite numbers in half precision: those of n cells, in rows of `stride` values
+// the same for the finite half-precision keys of n cells, in rows of `stride` elements
 void kvf_half_dots(const uint16_t * rows, size_t stride, const int32_t * cells, uint32_t n, uint32_t d,
         const float * queries, uint32_t n_q, float * dst);
 void kvf_scale_by(float * x, uint32_t n, float factor);

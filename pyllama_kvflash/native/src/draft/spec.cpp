@@ -1,8 +1,8 @@
-// drafts, by llama.cpp's own implementations: see kvflash.h
+// speculative drafts, by the implementations in llama.cpp's common library, see kvflash.h
 
 #include "api/guard.h"
 
-#include "../src/llama-ext.h" // staging API of the library, as its common takes it
+#include "../src/llama-ext.h" // llama.cpp's staging API, included as in its common library
 #include "common.h"
 #include "log.h"
 #include "speculative.h"
@@ -12,11 +12,11 @@
 #include <mutex>
 #include <string>
 
-// a sequence's drafts: one implementation, and its state of the sequence
+// the drafter of a sequence: an implementation and its state
 struct kvf_spec {
     ~kvf_spec() { listen(params.draft.ctx_tgt, false); }
 
-    // a context of the target computes what the drafter reads of its layers only while this is on
+    // set whether a context of the target's model outputs the features of its layers that the drafter reads
     void listen(llama_context * ctx, bool on) const {
         if (mtp) { llama_set_embeddings_nextn(ctx, on, false); }
         if (!features) { return; }
@@ -34,7 +34,7 @@ struct kvf_spec {
         }
     }
 
-    // forget what the drafter has of positions [p0, p1)
+    // remove positions [p0, p1) from the drafter's memory
     void forget(llama_pos p0, llama_pos p1) const {
         auto * ctx = params.draft.ctx_dft;
         if (ctx && p1 != 0 && !llama_memory_seq_rm(llama_get_memory(ctx), 0, p0, p1)) {
@@ -46,13 +46,13 @@ struct kvf_spec {
     common_speculative_ptr    impl;
     common_batch              batch;
     llama_tokens              history;
-    bool                      features = false; // it reads layers of the target
-    bool                      eagle3   = false; // which has another way to read what the last layer gives
-    bool                      mtp      = false; // it reads what the last layer gives, and nothing else
+    bool                      features = false; // the drafter reads layers of the target
+    bool                      eagle3   = false; // it is EAGLE-3, for which the last layer's output is enabled in another way
+    bool                      mtp      = false; // it reads only the last layer's output
     int32_t                   window   = 0;     // positions that the drafter remembers
 };
 
-// the library's drafters read the outputs of one context: redirect them to another one for a while
+// llama.cpp's drafters read the outputs of one context. while this object lives, they read those of another one
 struct lent_features {
     lent_features(llama_context * from, llama_context * to) : from(from), to(to) { kvf_exchange_features(from, to); }
     ~lent_features() { kvf_exchange_features(from, to); }
@@ -64,7 +64,7 @@ struct lent_features {
     llama_context * to;
 };
 
-// whether the graph of a model gives out what its last layer gives, to a drafter that reads layers' inputs
+// whether the graph of a model outputs the last layer's result to a drafter that reads the inputs of layers
 static bool gives_last(const llama_model * model) {
     char arch[64] = "";
     llama_model_meta_val_str(model, "general.architecture", arch, sizeof(arch));
@@ -73,12 +73,12 @@ static bool gives_last(const llama_model * model) {
     return std::find(std::begin(known), std::end(known), arch) != std::end(known);
 }
 
-// throw unless drafter and target match, which the library would assert or notice only while it drafts
+// throw if drafter and target do not match. llama.cpp would fail an assertion, or notice it only while drafting
 static void check_pair(const char * type, llama_context * ctx_tgt, llama_context * ctx_dft) {
     const auto refuse = [&](const std::string & what) { throw kvf_failure(KVF_E_UNSUPPORTED, what); };
 
     const auto kind = common_speculative_type_from_name(type);
-    if (kind == COMMON_SPECULATIVE_TYPE_COUNT) { refuse(std::string("there is no drafting of type ") + type); }
+    if (kind == COMMON_SPECULATIVE_TYPE_COUNT) { refuse(std::string("there is no drafter of type ") + type); }
     if (!ctx_dft) { return; }
 
     const auto *  tgt     = llama_get_model(ctx_tgt);
@@ -89,7 +89,7 @@ static void check_pair(const char * type, llama_context * ctx_tgt, llama_context
     const bool reads = kind == COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH || kind == COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK ||
                        kind == COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3;
     if (reads && n_ids == 0) { refuse("the drafter names no layers of the target that it reads"); }
-    if (!reads && n_ids > 0) { refuse("the drafter reads layers of its target: it is of another type"); }
+    if (!reads && n_ids > 0) { refuse("the drafter is of another type: it reads layers of its target"); }
 
     for (uint32_t i = 0; i < n_ids; ++i) {
         const int32_t id = llama_model_target_layer_ids(dft)[i];
@@ -97,7 +97,8 @@ static void check_pair(const char * type, llama_context * ctx_tgt, llama_context
             refuse("the drafter reads layer " + std::to_string(id) + " of its target, which has " + std::to_string(n_layer));
         }
         if (id == n_layer && kind != COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3 && !gives_last(tgt)) {
-            refuse("the drafter reads what the target's last layer gives, which llama.cpp does not give out of this model");
+            refuse("the drafter reads the output of the target's last layer, which llama.cpp does not provide for this "
+                   "model");
         }
     }
 
@@ -114,9 +115,8 @@ int kvf_spec_new(llama_context * ctx_tgt, llama_context * ctx_dft, const kvf_spe
         static std::once_flag once;
         std::call_once(once, [] { common_log_set_verbosity_thold(-1); }); // errors come as exceptions
 
-        kvf_check(ctx_tgt && params && spec && params->type, "a context, parameters and a place for the drafts are needed");
-        kvf_check(
-                params->n_max > 0 && params->window >= params->n_max, "a draft has at least one token, and fits its window");
+        kvf_check(ctx_tgt && params && spec && params->type, "ctx_tgt, params, params->type and spec must not be null");
+        kvf_check(params->n_max > 0 && params->window >= params->n_max, "n_max must be above 0, and must not exceed window");
         check_pair(params->type, ctx_tgt, ctx_dft);
 
         auto res    = std::make_unique<kvf_spec>();
@@ -136,7 +136,7 @@ int kvf_spec_new(llama_context * ctx_tgt, llama_context * ctx_dft, const kvf_spe
         res->features = ctx_dft && llama_model_target_layer_ids_n(llama_get_model(ctx_dft)) > 0;
         res->batch    = common_batch(ctx_tgt);
         res->impl.reset(common_speculative_init(p, 1));
-        if (!res->impl) { throw kvf_failure(KVF_E_UNSUPPORTED, "this type of drafting needs a drafter"); }
+        if (!res->impl) { throw kvf_failure(KVF_E_UNSUPPORTED, "drafts of this type need a drafter's context"); }
 
         *spec = res.release();
     });
@@ -148,14 +148,14 @@ int32_t kvf_spec_n_max(const kvf_spec * spec) { return spec ? common_speculative
 
 int kvf_spec_listen(kvf_spec * spec, llama_context * ctx, bool on) {
     return kvf_guard([&] {
-        kvf_check(spec && ctx, "drafts and a context of the target are needed");
+        kvf_check(spec && ctx, "spec and ctx must not be null");
         spec->listen(ctx, on);
     });
 }
 
 int kvf_spec_begin(kvf_spec * spec, const llama_token * tokens, int32_t n) {
     return kvf_guard([&] {
-        kvf_check(spec && (tokens || n == 0) && n >= 0, "drafts and tokens are needed");
+        kvf_check(spec && (tokens || n == 0) && n >= 0, "spec must not be null, nor tokens if n > 0; n must be at least 0");
         spec->history.assign(tokens, tokens + n);
         common_speculative_begin(spec->impl.get(), 0, spec->history);
     });
@@ -163,7 +163,8 @@ int kvf_spec_begin(kvf_spec * spec, const llama_token * tokens, int32_t n) {
 
 int kvf_spec_process(kvf_spec * spec, llama_context * ctx, llama_pos pos, const llama_token * tokens, int32_t n) {
     return kvf_guard([&] {
-        kvf_check(spec && ctx && tokens && n > 0 && pos >= 0, "drafts, a context of the target and tokens are needed");
+        kvf_check(spec && ctx && tokens && n > 0 && pos >= 0,
+                "spec, ctx and tokens must not be null; n must be above 0, and pos at least 0");
         const lent_features features(ctx, spec->params.draft.ctx_tgt);
         spec->forget(pos, -1);
         spec->forget(0, std::max(0, pos + n - spec->window));
@@ -173,7 +174,7 @@ int kvf_spec_process(kvf_spec * spec, llama_context * ctx, llama_pos pos, const 
             spec->batch.add(tokens[i], pos + i, 0, true);
         }
         if (!common_speculative_process(spec->impl.get(), spec->batch)) {
-            throw kvf_failure(KVF_E_BACKEND, "the drafter could not read what the target decoded");
+            throw kvf_failure(KVF_E_BACKEND, "the drafter could not read the tokens that the target decoded");
         }
     });
 }
@@ -181,7 +182,8 @@ int kvf_spec_process(kvf_spec * spec, llama_context * ctx, llama_pos pos, const 
 int kvf_spec_draft(kvf_spec * spec, int32_t n_keep, const llama_token * tokens, int32_t n, int32_t n_max,
         llama_token * draft, int32_t * n_draft) {
     return kvf_guard([&] {
-        kvf_check(spec && tokens && n > 0 && draft && n_draft && n_max > 0, "drafts, the last token and room are needed");
+        kvf_check(spec && tokens && n > 0 && draft && n_draft && n_max > 0,
+                "spec, tokens, draft and n_draft must not be null; n and n_max must be above 0");
         auto & history = spec->history;
         kvf_check(n_keep >= 0 && (size_t) n_keep <= history.size(), "n_keep exceeds the tokens of the sequence");
 
@@ -199,9 +201,10 @@ int kvf_spec_draft(kvf_spec * spec, int32_t n_keep, const llama_token * tokens, 
         p.result   = &found;
         spec->forget(p.pos0, -1);
         common_speculative_draft(spec->impl.get());
-        spec->forget(p.pos0, -1); // its own draft tokens are not the target's
+        spec->forget(p.pos0, -1); // the target may not accept the drafted tokens
 
-        // samplers do not look for NaN, which stays once it is in the cache. other errors: the drafter has no logits
+        // samplers do not check for NaN, which would stay in the drafter's cache. any other status means that it has no
+        // logits
         llama_token likeliest = -1;
         if (auto * ctx = spec->params.draft.ctx_dft; ctx && kvf_argmax(ctx, -1, &likeliest) == KVF_E_LOGITS) {
             throw kvf_failure(KVF_E_LOGITS, kvf_error());
@@ -214,7 +217,7 @@ int kvf_spec_draft(kvf_spec * spec, int32_t n_keep, const llama_token * tokens, 
 
 int kvf_spec_accept(kvf_spec * spec, int32_t n) {
     return kvf_guard([&] {
-        kvf_check(spec && n >= 0, "there are no drafts");
+        kvf_check(spec && n >= 0, "spec must not be null; n must be at least 0");
         common_speculative_accept(spec->impl.get(), 0, n);
     });
 }

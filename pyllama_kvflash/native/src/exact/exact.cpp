@@ -1,4 +1,5 @@
-// exact batches: a paned context reads a prompt, and its rows go to records of a pool
+// exact batches: a paned context decodes tokens against all earlier positions, and writes the tokens' rows to the records of
+// a pool
 
 #include "api/args.h"
 
@@ -9,7 +10,7 @@
 #include <cstring>
 
 //
-// cells and heads of records
+// cells, and headers of records
 //
 
 void llama_kvflash::place_before(
@@ -18,7 +19,7 @@ void llama_kvflash::place_before(
     const uint32_t n_chunk = of.pool_chunk;
 
     uint32_t n_there = kv.seq_pos_max(seq) + 1;
-    if (cells.get_used() != n_there || kv.pool_seq != seq) { // those of another sequence
+    if (cells.get_used() != n_there || kv.pool_seq != seq) { // the cells are those of another sequence
         drop_before(kv, kv.pool_seq);
         n_there     = 0;
         kv.pool_seq = seq;
@@ -75,8 +76,9 @@ int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq
     return kvf_guard([&] {
         auto & kv = kvf_paned(ctx);
         auto * of = pool ? llama_kvflash::get_kv(pool->get_memory()) : nullptr;
-        kvf_check(of && llama_kvflash::is_pool(*of), "a pooled context is needed, for the form of its records");
-        kvf_check(tokens && n > 0 && (uint32_t) n <= llama_n_ubatch(ctx), "an exact batch has 1 to n_ubatch tokens");
+        kvf_check(of && llama_kvflash::is_pool(*of), "pool must be a pooled context, whose records have the rows");
+        kvf_check(tokens && n > 0 && (uint32_t) n <= llama_n_ubatch(ctx),
+                "tokens must not be null; an exact batch must have 1 to n_ubatch tokens");
         kvf_check(pos >= 0 && (uint32_t) pos + n <= kv.get_size(), "the batch does not fit the context");
         kvf_check_seq(ctx, seq);
 
@@ -84,11 +86,11 @@ int kvf_decode_exact(llama_context * ctx, llama_context * pool, llama_seq_id seq
         kvf_check(records && n_record == (pos + n + n_chunk - 1) / n_chunk &&
                           std::all_of(records, records + n_record, [](void * r) { return r; }) &&
                           record_size == llama_kvflash::mover(*of).record_bytes,
-                "a record of this pool for each chunk is needed");
+                "records must have a record of this pool for each chunk");
 
         auto & panes = *llama_kvflash::panes(kv);
         if (panes.tenant) {
-            pool->synchronize(); // it may still compute with codes
+            pool->synchronize(); // the pool may still compute with the codes
             panes.tenant->leave();
         }
         llama_kvflash::place_before(kv, *of, seq, pos, records);
@@ -113,7 +115,7 @@ int kvf_pace_exact(llama_context * ctx, bool paced) {
 int kvf_wait_exact(llama_context * ctx, uint32_t n, llama_pos * end) {
     return kvf_guard([&] {
         auto & kv = kvf_paned(ctx);
-        kvf_check(end, "a place for the result is needed");
+        kvf_check(end, "end must not be null");
         *end = llama_kvflash::panes(kv)->wait(n);
     });
 }
@@ -121,7 +123,7 @@ int kvf_wait_exact(llama_context * ctx, uint32_t n, llama_pos * end) {
 int kvf_get_pane_info(llama_context * ctx, struct kvf_pane_info * info) {
     return kvf_guard([&] {
         const auto & kv = kvf_paned(ctx);
-        kvf_check(info, "a place for the result is needed");
+        kvf_check(info, "info must not be null");
         *info = llama_kvflash::panes(kv)->info();
     });
 }

@@ -1,4 +1,4 @@
-// the layers of a full-attention cache a few at a time, see pool/impl.h
+// panes: device memory for a few layers of a full-attention cache at a time, see pool/impl.h
 
 #include "pool/impl.h"
 
@@ -10,16 +10,15 @@
 #include <cstdlib>
 #include <cstring>
 
-// of the patched scheduler
+// patches/0008-sched.patch adds this to the scheduler
 GGML_API void kvflash_sched_no_wait(ggml_backend_sched_t sched, bool no_wait);
 
-// the largest stride that a 2D copy of CUDA takes
+// the largest stride of a 2D copy in CUDA
 static constexpr ptrdiff_t MAX_STRIDE = INT32_MAX;
 
-// bytes of a copy beside which another thread computes: a token's inputs wait for one, and not for all rows of a layer
+// bytes of a copy if paced: the inputs of another thread's token then wait for one such copy, not for all rows of a layer
 static constexpr size_t PIECE = 2 << 20;
 
-// whether a node computes, rather than names a part of another
 bool kvf_computes(const ggml_tensor * t) {
     return t->op != GGML_OP_NONE && t->op != GGML_OP_VIEW && t->op != GGML_OP_RESHAPE && t->op != GGML_OP_PERMUTE &&
            t->op != GGML_OP_TRANSPOSE;
@@ -27,7 +26,7 @@ bool kvf_computes(const ggml_tensor * t) {
 
 const ggml_tensor * kvf_root(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
-// whether a tensor of a cache has values, by its name: llama.cpp calls them cache_k_l0, cache_v_l0, ...
+// whether a tensor of a cache holds V rows, by its name: llama.cpp calls the tensors cache_k_l0, cache_v_l0, ...
 static bool is_v(const ggml_tensor * t) { return strstr(t->name, "v_l") != nullptr; }
 
 //
@@ -49,7 +48,8 @@ ggml_backend_buffer_t kvf_panes::alloc(ggml_context * ctx, ggml_backend_buffer_t
         return GGML_PAD(res, align);
     };
 
-    // K and V each in a part of its own: what an earlier layer left there is whole blocks of the same type, and no NaN
+    // K and V have separate places in a pane. so unused rows hold whole blocks of the same type from another layer, without
+    // NaN
     const size_t size_k = largest(ks), size = size_k + largest(vs);
     const size_t n_pane = std::min<size_t>(params.n_pane, ks.size());
 
@@ -58,7 +58,7 @@ ggml_backend_buffer_t kvf_panes::alloc(ggml_context * ctx, ggml_backend_buffer_t
     const size_t n_turn = n_pane == ks.size() ? 0 : std::min<size_t>(n_pane, 2), n_own = n_pane - n_turn;
     const auto   pane_of = [&](size_t i) { return i < n_own ? i : n_own + (i - n_own) % n_turn; };
 
-    const size_t least = ggml_backend_buft_is_host(buft) ? 0 : params.least_bytes; // codes of the CPU are elsewhere
+    const size_t least = ggml_backend_buft_is_host(buft) ? 0 : params.least_bytes; // on the CPU, codes do not share panes
     auto *       buf   = ggml_backend_buft_alloc_buffer(buft, std::max(n_pane * size, least));
     if (!buf) { return nullptr; }
 
@@ -102,7 +102,7 @@ kvf_pane_info kvf_panes::info() const {
     return res;
 }
 
-// where each layer is: in its pane, and in a record of the pool
+// look up each layer's pane, and its offsets in a record of the pool
 void kvf_panes::place_layers(const llama_kv_cache & kv, const llama_kv_cache & of) {
     const char * differs = "the pool is another model's, or has other cache types";
     kvf_check(llama_kvflash::n_layer(kv) == llama_kvflash::n_layer(of) &&
@@ -130,7 +130,7 @@ void kvf_panes::place_layers(const llama_kv_cache & kv, const llama_kv_cache & o
     }
 }
 
-// once, when there is a context: the streams
+// create the streams, at the first batch
 void kvf_panes::bind(llama_context * ctx) {
     if (bound) { return; }
     bound = true;
@@ -165,7 +165,7 @@ void kvf_panes::bind(llama_context * ctx) {
 // copies
 //
 
-// n pieces of a tensor, `size` bytes each, `stride` bytes from one to the next
+// copy n pieces of a tensor, each of `size` bytes, `stride` bytes apart in the tensor and `stride_host` in host memory
 void kvf_panes::copy(part & p, ggml_tensor * t, char * host, size_t at, size_t size, size_t n, size_t stride,
         size_t stride_host, bool in) {
     if (p.stream && in) {
@@ -180,7 +180,7 @@ void kvf_panes::copy(part & p, ggml_tensor * t, char * host, size_t at, size_t s
     n_bytes += n * size;
 }
 
-// which records are copied as one. No device takes a copy that spans memory that was pinned at different times
+// find the records that one copy may span. no device can copy across separately pinned memory
 void kvf_panes::place_records() {
     const uint32_t n_record = (pos + n + n_chunk - 1) / n_chunk;
     const bool     pinned   = std::any_of(
@@ -195,8 +195,8 @@ void kvf_panes::place_records() {
     }
 }
 
-// rows of positions [from, to) between the records and the layer's pane. chunks that lie at one stride in host memory are
-// one copy
+// copy the rows of positions [from, to) between the records and the layer's pane. chunks at a constant stride in host memory
+// are one copy
 void kvf_panes::copy(const layer & l, uint32_t from, uint32_t to, bool in) {
     auto &       p     = parts[l.part];
     const size_t row_k = ggml_row_size(l.k->type, l.k->ne[0]);
@@ -227,7 +227,7 @@ void kvf_panes::copy(const layer & l, uint32_t from, uint32_t to, bool in) {
     }
 }
 
-// begin to have a layer's earlier rows in its pane
+// begin to copy the missing rows before this batch into a layer's pane
 void kvf_panes::load(int32_t layer) {
     const auto & l    = layers[layer];
     auto &       p    = parts[l.part];
@@ -241,7 +241,7 @@ void kvf_panes::load(int32_t layer) {
     if (p.stream) { ggml_backend_event_record(pane.loaded.get(), p.stream.get()); }
 }
 
-// the copies that follow wait for what has been launched so far
+// make later copies wait for all nodes launched so far
 void kvf_panes::follow(part & p) {
     if (p.stream) {
         ggml_backend_event_record(p.computed.get(), p.compute);
@@ -251,7 +251,7 @@ void kvf_panes::follow(part & p) {
     }
 }
 
-// the computation waits for the layer's rows
+// make the computation wait for the layer's rows
 void kvf_panes::ready(int32_t layer) {
     auto & p = parts[layers[layer].part];
     if (p.stream) { ggml_backend_event_wait(p.compute, p.panes[layers[layer].pane].loaded.get()); }
@@ -275,7 +275,7 @@ void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llam
     place_records();
     n_done = 0;
     failed = nullptr;
-    if (ahead.empty()) { whole = pos; } // it may have been of another text
+    if (ahead.empty()) { whole = pos; } // its last value may be for another text
     order.clear();
     running = true;
     llama_kvflash::set_callback(*ctx, streams ? on_node : nullptr, this);
@@ -283,7 +283,7 @@ void kvf_panes::begin(llama_context * ctx, const llama_kv_cache & kv, const llam
     if (!streams) { fill(); }
 }
 
-// the layer that a node reads or writes, -1: none
+// the layer that a node reads or writes; -1: none
 int32_t kvf_panes::touched(const ggml_tensor * t) const {
     for (int i = 0; i < GGML_MAX_SRC && t->src[i] && kvf_computes(t); ++i) {
         const auto found = layer_of.find(kvf_root(t->src[i]));
@@ -292,7 +292,7 @@ int32_t kvf_panes::touched(const ggml_tensor * t) const {
     return -1;
 }
 
-// the order in which the graph uses the layers, from its nodes: upstream's names of them differ from model to model
+// find the order in which the graph uses the layers. names of nodes would not do, because they differ from model to model
 void kvf_panes::find_turns() {
     auto * graph = llama_kvflash::graph(ctx)->get_gf();
 
@@ -310,7 +310,7 @@ void kvf_panes::find_turns() {
     }
 }
 
-// before the first node: the first layers into their panes
+// before the first node, load the first layer of each pane
 void kvf_panes::start() {
     find_turns();
     for (const auto & turn : order) {
@@ -332,7 +332,7 @@ void kvf_panes::start() {
     if (!order.empty()) { ready(order.front().layer); }
 }
 
-// every layer has a pane of its own: all rows that are missing come in before the computation, which nothing interrupts
+// if each layer has its own pane, load all missing rows before the computation, which then runs without callbacks
 void kvf_panes::fill() {
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto & pane = parts[layers[i].part].panes[layers[i].pane];
@@ -342,7 +342,7 @@ void kvf_panes::fill() {
     }
 }
 
-// a layer's new rows go to the records
+// copy a layer's new rows to the records
 void kvf_panes::store(const turn & turn) {
     const auto & l = layers[turn.layer];
     auto &       p = parts[l.part];
@@ -352,8 +352,9 @@ void kvf_panes::store(const turn & turn) {
     p.panes[l.pane].n = pos + n;
 }
 
-// a layer's turn is launched: after it its rows are stored, the next layer of its pane is loaded, and the next turn's layer
-// is awaited. nothing here waits, so that several devices compute at once
+// call when the last node of a turn was launched. this queues, after the turn, the copies of its rows to the records and of
+// the pane's next layer. the next turn will wait for its layer. the host does not wait (unless paced), so several devices
+// compute at once
 void kvf_panes::taken() {
     const auto & turn = order[n_done++];
     const auto & l    = layers[turn.layer];
@@ -372,7 +373,7 @@ void kvf_panes::taken() {
     if (n_done < order.size()) { ready(order[n_done].layer); }
 }
 
-// a node is to be computed next: its layer must be in its pane
+// throw unless the layer of the next node is in its pane
 void kvf_panes::check(const ggml_tensor * t) const {
     const int32_t layer = touched(t);
     if (layer < 0) { return; }
@@ -418,7 +419,8 @@ void kvf_panes::finish() {
     }
     if (n_done != order.size()) { throw kvf_failure(KVF_E_BACKEND, "some layers were not computed"); }
 
-    // a layer that the graph leaves out, such as one that predicts further tokens, has no rows: zeros, as in a pool
+    // a layer that the graph leaves out, such as a head for further tokens, has no rows. its part of a record is zeros, as
+    // in a pool
     for (uint32_t i = 0; i < layers.size(); ++i) {
         if (std::any_of(order.begin(), order.end(), [&](const turn & t) { return t.layer == (int32_t) i; })) { continue; }
 
@@ -449,7 +451,7 @@ uint32_t kvf_panes::wait(uint32_t n) {
     return whole;
 }
 
-// all that is computed and copied has ended
+// wait for all computation and copies
 void kvf_panes::settle() {
     for (auto & p : parts) {
         if (p.compute) { ggml_backend_synchronize(p.compute); }

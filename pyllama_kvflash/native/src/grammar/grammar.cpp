@@ -1,9 +1,9 @@
-// sampling under a grammar: see kvflash.h
+// sampling under a grammar, see kvflash.h
 
 #include "api/guard.h"
 #include "grammar/rules.h"
 
-#include "../src/llama-grammar.h" // what begins a lazy one
+#include "../src/llama-grammar.h" // llama_grammar_trigger_pattern
 #include "common.h"
 #include "llama-cpp.h"
 #include "reasoning-budget.h"
@@ -16,7 +16,7 @@
 #include <optional>
 #include <vector>
 
-// an error of the library as one line
+// llama.cpp's error as one line
 static kvf_failure in_words(const std::exception & err) {
     std::string what = err.what();
     std::replace(what.begin(), what.end(), '\n', ' ');
@@ -29,15 +29,15 @@ struct kvf_tokens {
 
 int kvf_tokens_new(const llama_vocab * vocab, kvf_tokens ** tokens) {
     return kvf_guard([&] {
-        kvf_check(vocab && tokens, "a vocabulary and a place for its tokens are needed");
+        kvf_check(vocab && tokens, "vocab and tokens must not be null");
         *tokens = new kvf_tokens{std::make_shared<kvf_token_tree>(vocab)};
     });
 }
 
 void kvf_tokens_free(kvf_tokens * tokens) { delete tokens; }
 
-// what begins a lazy grammar: a word, or a regular expression, which is looked for in the last MAX_SEEN bytes alone. it is
-// slow, and looks anew after each token
+// a pattern that begins a lazy grammar: a word or a regular expression. an expression is searched only in the last MAX_SEEN
+// bytes, because it is slow, and searches them again after each token
 class kvf_trigger {
 public:
     static constexpr size_t MAX_SEEN = 512;
@@ -46,12 +46,12 @@ public:
         if (!word) { this->pattern.regex = std::regex(pattern); }
     }
 
-    // from where on to look in a text whose last n bytes are new
+    // the index in a text from which to search, if its last n bytes are new
     size_t first(const std::string & text, size_t n) const {
         return text.size() - std::min(text.size(), word ? n + word->size() : MAX_SEEN);
     }
 
-    // where the grammar may begin, at `from` or later; npos: nowhere yet
+    // the first index at or after `from` where the grammar may begin; npos: none yet
     size_t find(const std::string & text, size_t from) const {
         if (word) { return text.find(*word, from); }
         if (from > 0 && pattern.pattern.rfind('^', 0) == 0) { return std::string::npos; }
@@ -60,7 +60,7 @@ public:
     }
 
 private:
-    // the word that an expression stands for; none: it is more than a word
+    // the word that an expression matches; none: it does not match just one word
     static std::optional<std::string> word_of(const std::string & pattern) {
         std::string res;
         for (size_t i = 0; i < pattern.size(); ++i) {
@@ -76,16 +76,16 @@ private:
 };
 
 struct kvf_grammar {
-    kvf_machine::place place;    // what may follow
-    llama_sampler_ptr  thinking; // where the answer is in its reasoning; none: that does not matter
+    kvf_machine::place place;    // the place of the answer
+    llama_sampler_ptr  thinking; // tracks the answer's reasoning, in which a lazy grammar does not apply; null: not tracked
 
-    // of a lazy grammar: what begins it, and the answer's text until then
+    // a lazy grammar: its triggers, whether it waits for one, and the answer's text until then
     std::vector<kvf_trigger> triggers;
     std::vector<llama_token> trigger_tokens;
     bool                     waits = false;
     std::string              text;
 
-    // whether the rules apply at this point of the answer
+    // whether the grammar applies to the next token
     bool holds() const { return !waits && !reasons(); }
 
     bool reasons() const {
@@ -98,7 +98,7 @@ struct kvf_grammar {
         const bool reasoned = reasons();
         if (thinking) {
             llama_sampler_accept(thinking.get(), token);
-            // what ends the reasoning may also begin the grammar
+            // the end tag of the reasoning may also be the trigger of the grammar
             const auto * end = !reasoned || reasons() ? nullptr : common_reasoning_budget_get_end_match(thinking.get());
             for (const llama_token last : end ? *end : llama_tokens()) {
                 follow(last);
@@ -110,7 +110,7 @@ struct kvf_grammar {
 private:
     void follow(llama_token token) {
         if (!waits) {
-            place.take(token); // false: the end of the text, after which nothing is asked
+            place.take(token); // false for a token that ends the text, after which nothing follows
         } else if (std::find(trigger_tokens.begin(), trigger_tokens.end(), token) != trigger_tokens.end()) {
             waits = !place.take(token);
         } else {
@@ -129,13 +129,13 @@ private:
                     text.clear();
                     return;
                 }
-                start = trigger.find(text, start + 1); // that only looked like the beginning
+                start = trigger.find(text, start + 1); // the pattern matched, but the grammar cannot begin with this text
             }
         }
     }
 };
 
-// the tokens of what a template puts before an answer; some tokenizers add a space that is not there
+// tokenize the text that a template puts before an answer, without the leading space that some tokenizers add
 static llama_tokens tokens_before(const llama_vocab * vocab, const std::string & text) {
     auto res = text.empty() ? llama_tokens() : common_tokenize(vocab, text, false, true);
     if (!res.empty() && !isspace((unsigned char) text[0])) {
@@ -157,7 +157,7 @@ static llama_sampler * thinking_of(const llama_vocab * vocab, const kvf_grammar_
 int kvf_grammar_new(
         kvf_tokens * tokens, const llama_vocab * vocab, const kvf_grammar_params * params, kvf_grammar ** grammar) {
     return kvf_guard([&] {
-        kvf_check(tokens && vocab && params && grammar, "a vocabulary, a grammar and a place for it are needed");
+        kvf_check(tokens && vocab && params && grammar, "tokens, vocab, params and grammar must not be null");
         auto & p   = *params;
         auto   res = std::make_unique<kvf_grammar>();
         try {
@@ -182,8 +182,8 @@ int kvf_grammar_new(
 
 int kvf_grammar_copy(kvf_grammar * grammar, kvf_grammar ** copy) {
     return kvf_guard([&] {
-        kvf_check(grammar && copy, "a grammar and a place for its copy are needed");
-        grammar->place.move_on(); // otherwise every copy would do it by itself
+        kvf_check(grammar && copy, "grammar and copy must not be null");
+        grammar->place.move_on(); // otherwise each copy would make a new machine for itself
         auto res            = std::make_unique<kvf_grammar>();
         res->place          = grammar->place;
         res->triggers       = grammar->triggers;
@@ -199,10 +199,10 @@ void kvf_grammar_free(kvf_grammar * grammar) { delete grammar; }
 
 int kvf_grammar_mask(const kvf_grammar * grammar, uint64_t * mask, size_t n) {
     return kvf_guard([&] {
-        kvf_check(grammar && mask, "a grammar and a place for the mask are needed");
+        kvf_check(grammar && mask, "grammar and mask must not be null");
         grammar->place.begin_token();
         const auto found = grammar->place.mask();
-        kvf_check(n == found.size(), "the mask has a bit for each token of the vocabulary");
+        kvf_check(n == found.size(), "the mask must have a bit for each token of the vocabulary");
         std::copy(found.begin(), found.end(), mask);
     });
 }
@@ -210,7 +210,7 @@ int kvf_grammar_mask(const kvf_grammar * grammar, uint64_t * mask, size_t n) {
 int kvf_grammar_accept(kvf_grammar * grammar, llama_token token) {
     return kvf_guard([&] {
         kvf_check(grammar && token >= 0 && token < (llama_token) grammar->place.machine->vocabulary().pieces.size(),
-                "a grammar and a token of its vocabulary are needed");
+                "grammar must not be null; token must be in its vocabulary");
         grammar->place.begin_token();
         grammar->accept(token);
     });
@@ -218,7 +218,7 @@ int kvf_grammar_accept(kvf_grammar * grammar, llama_token token) {
 
 using candidates = std::vector<llama_token_data>;
 
-// the n likeliest tokens, or more of them
+// the n likeliest tokens, or a few more
 static candidates likeliest(const float * logits, size_t n_vocab, size_t n) {
     const auto likelier = [](const llama_token_data & a, const llama_token_data & b) { return a.logit > b.logit; };
     candidates res;
@@ -245,7 +245,7 @@ static candidates everything(const float * logits, size_t n_vocab) {
     return res;
 }
 
-// those whose bits are set
+// the tokens whose bits are set
 static candidates allowed(const float * logits, const kvf_machine::bits & mask) {
     candidates res;
     for (size_t word = 0; word < mask.size(); ++word) {
@@ -257,7 +257,7 @@ static candidates allowed(const float * logits, const kvf_machine::bits & mask) 
     return res;
 }
 
-// what a chain chooses (null: the likeliest); -1: nothing
+// the token that a chain chooses (null: the likeliest one); -1: none
 static llama_token chosen(llama_sampler * chain, candidates from) {
     if (from.empty()) { return -1; }
     llama_token_data_array all = {from.data(), from.size(), -1, false};
@@ -273,9 +273,9 @@ static llama_token chosen(llama_sampler * chain, candidates from) {
 int kvf_sample(
         llama_context * ctx, int32_t i, llama_sampler * chain, int32_t top_k, kvf_grammar * grammar, llama_token * token) {
     return kvf_guard([&] {
-        kvf_check(ctx && token && top_k >= 0, "a context and a place for the token are needed");
+        kvf_check(ctx && token && top_k >= 0, "ctx and token must not be null; top_k must be at least 0");
         llama_token found  = -1;
-        const int   status = kvf_argmax(ctx, i, &found); // first, because samplers do not look for NaN
+        const int   status = kvf_argmax(ctx, i, &found); // first, because samplers do not check for NaN
         if (status != KVF_OK) { throw kvf_failure(status, kvf_error()); }
         if (!grammar) {
             *token = chain ? llama_sampler_sample(chain, ctx, i) : found;
@@ -283,10 +283,10 @@ int kvf_sample(
         }
 
         grammar->place.begin_token();
-        // mostly the grammar allows what is chosen without it
+        // choose without the grammar first, because it allows most such tokens
         const float * logits  = llama_get_logits_ith(ctx, i);
         const size_t  n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
-        candidates    best; // some more than the chain takes, so that mostly enough of them are allowed
+        candidates    best; // more than the chain takes, so that the grammar usually allows enough of them
         if (chain && top_k > 0) {
             best  = likeliest(logits, n_vocab, std::max<size_t>(128, 4 * (size_t) top_k));
             found = chosen(chain, best);
@@ -299,7 +299,7 @@ int kvf_sample(
             const bool enough = top_k > 0 && best.size() >= (size_t) top_k;
             found             = chosen(chain, enough ? best : allowed(logits, grammar->place.mask()));
         }
-        if (found < 0) { throw kvf_failure(KVF_E_STATE, "the model has no token that the grammar lets through here"); }
+        if (found < 0) { throw kvf_failure(KVF_E_STATE, "the grammar allows none of the model's tokens here"); }
         grammar->accept(found);
         if (chain) { llama_sampler_accept(chain, found); }
         *token = found;

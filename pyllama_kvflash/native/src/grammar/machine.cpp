@@ -1,4 +1,4 @@
-// states of a grammar: see grammar/rules.h
+// the state machine of a grammar, see grammar/rules.h
 
 #include "api/guard.h"
 #include "grammar/rules.h"
@@ -31,13 +31,13 @@ uint32_t kvf_machine::stack_of(uint32_t item, uint32_t below) {
     return at->second;
 }
 
-// the stack that is left when its top was matched
+// the stack that remains after its top was matched
 uint32_t kvf_machine::after(uint32_t top) {
     const auto [item, below] = stacks[top];
     return rules->items[item + 1].what == kvf_rules::end ? below : stack_of(item + 1, below);
 }
 
-// the state of stacks: expand rules on top of the stacks until each top is a terminal
+// the state of a set of stacks: expand rules on top of them until each top is a terminal
 int32_t kvf_machine::state_of(std::vector<uint32_t> tops) {
     std::vector<uint32_t> found;
     ++search;
@@ -135,9 +135,9 @@ int32_t kvf_machine::on_char(int32_t s, uint32_t c) {
     return res;
 }
 
-// whether any character with these first bytes is allowed
+// whether the grammar allows any character with these first bytes
 bool kvf_machine::may_go_on(const step & at) const {
-    if (at.n_left == 1 && at.value < 2) { return false; } // ASCII in two bytes
+    if (at.n_left == 1 && at.value < 2) { return false; } // an overlong encoding of ASCII
     const int      n_bits = 6 * at.n_left;
     const uint32_t low    = at.value ? at.value << n_bits : at.n_left == 2 ? 0x800 : 0x10000;
     const uint32_t high   = (at.value << n_bits) | ((1u << n_bits) - 1);
@@ -186,7 +186,7 @@ bool kvf_machine::has_token(int32_t s, llama_token token) const {
     });
 }
 
-// the state after a token named by the grammar; if its text also matches, the union of both
+// the state after a token that the grammar names. if its text matches, too, the stacks of both are united
 int32_t kvf_machine::on_token(int32_t s, llama_token token) {
     std::vector<uint32_t> tops;
     for (size_t k = 0; k < states[s].stacks.size(); ++k) {
@@ -294,6 +294,9 @@ bool kvf_machine::place::take(llama_token token) {
     return true;
 }
 
+// this does not move on to a new machine, as take(token) does. only the text that begins a lazy grammar is taken here, in
+// the machine's first state, possibly several times for a token until a text matches. a match adds one text's states, and
+// the next take(token) moves on
 bool kvf_machine::place::take(const std::string & text) {
     auto &                            m = *machine;
     const std::lock_guard<std::mutex> lock(m.mutex);
@@ -303,7 +306,7 @@ bool kvf_machine::place::take(const std::string & text) {
     return true;
 }
 
-// replace a machine that has grown large by a new one, with the stacks of this place only
+// replace a machine that has become large by a new one, which has only the stacks of this place
 void kvf_machine::place::move_on() {
     const auto                        old = machine; // keeps the mutex alive until the lock is released
     const std::lock_guard<std::mutex> lock(old->mutex);
@@ -319,7 +322,7 @@ void kvf_machine::place::move_on() {
         mine.push_back(top);
         todo.push_back(old->stacks[top].below);
     }
-    std::sort(mine.begin(), mine.end()); // what is below a stack was made before it
+    std::sort(mine.begin(), mine.end()); // the stack below another one has a lower index
 
     auto                                   other = std::make_shared<kvf_machine>(old->tree, old->rules);
     std::unordered_map<uint32_t, uint32_t> there{{0, 0}};

@@ -1,4 +1,4 @@
-// a vocabulary as a tree, and the rules of a grammar: see grammar/rules.h
+// the token tree of a vocabulary, and the rules of a grammar, see grammar/rules.h
 
 #include "grammar/rules.h"
 
@@ -13,7 +13,7 @@
 #include <numeric>
 
 static constexpr uint32_t LAST_CHAR    = 0x10FFFF;
-static constexpr size_t   MAX_ELEMENTS = 4 << 20; // of a grammar: 32 MiB as llama.cpp has them
+static constexpr size_t   MAX_ELEMENTS = 4 << 20; // of a grammar: 32 MiB in llama.cpp
 
 //
 // tokens
@@ -26,13 +26,13 @@ kvf_token_tree::kvf_token_tree(const llama_vocab * vocab) : pieces(llama_vocab_n
             continue;
         }
         pieces[t] = common_token_to_piece(vocab, t, true);
-        if (pieces[t].find('\0') != std::string::npos) { pieces[t].clear(); } // llama.cpp takes none of these
+        if (pieces[t].find('\0') != std::string::npos) { pieces[t].clear(); } // llama.cpp allows no token with a zero byte
         if (!pieces[t].empty()) { tokens.push_back(t); }
         max_depth = std::max(max_depth, pieces[t].size());
     }
     std::sort(tokens.begin(), tokens.end(), [&](llama_token a, llama_token b) { return pieces[a] < pieces[b]; });
 
-    std::vector<uint32_t> path; // nodes from the root to the last token
+    std::vector<uint32_t> path; // the nodes of the last token
     const std::string     none, *last = &none;
     for (size_t i = 0; i < tokens.size(); ++i) {
         const std::string & piece = pieces[tokens[i]];
@@ -113,7 +113,7 @@ static std::vector<range> complement(const std::vector<range> & ranges) {
     return res;
 }
 
-// the characters of a class that begins at an element; goes to the first element after it
+// return the character class that begins at an element. e: moved to the first element after the class
 static std::vector<range> class_at(const llama_grammar_element *& e) {
     const auto         type = e->type;
     std::vector<range> res;
@@ -147,7 +147,7 @@ kvf_rules::kvf_rules(const llama_vocab * vocab, const char * text) {
                     const auto [at, is_new] = known.emplace(class_at(e), classes.size());
                     if (is_new) { classes.push_back(at->first); }
                     items.push_back({chars, at->second});
-                    continue; // it has gone to the next
+                    continue; // class_at() has moved e on
                 }
             }
             ++e;
@@ -157,14 +157,14 @@ kvf_rules::kvf_rules(const llama_vocab * vocab, const char * text) {
     check_left_recursion();
 }
 
-// add the alternatives of a rule as a tree: those with a common beginning share it, which keeps stacks few
+// add the alternatives of a rule as a tree: alternatives share a common beginning, so there are fewer stacks
 void kvf_rules::add(uint32_t r, std::vector<std::vector<item>> sequences) {
     std::sort(sequences.begin(), sequences.end());
 
     struct part {
         uint32_t rule;
-        size_t   first, last; // sequences
-        size_t   from;        // items that they share, and that are left out
+        size_t   first, last; // sequences [first, last)
+        size_t   from;        // items at their beginning that are already added
     };
     std::vector<part> todo{{r, 0, sequences.size(), 0}};
     while (!todo.empty()) {
@@ -176,7 +176,7 @@ void kvf_rules::add(uint32_t r, std::vector<std::vector<item>> sequences) {
                 ++j;
             }
             const auto & last = sequences[j - 1];
-            size_t       n    = p.from; // sorted: what the first and the last share is shared by all
+            size_t       n    = p.from; // the sequences are sorted, so all share what the first and the last one share
             while (n < std::min(one.size(), last.size()) && one[n] == last[n]) {
                 ++n;
             }
@@ -192,7 +192,7 @@ void kvf_rules::add(uint32_t r, std::vector<std::vector<item>> sequences) {
     }
 }
 
-// throw for a rule that begins with itself, perhaps after items that may be empty: its stacks would never end
+// throw if a rule begins with itself, possibly after items that may be empty: its stacks would grow without end
 void kvf_rules::check_left_recursion() const {
     const size_t          n = alternatives.size();
     std::vector<bool>     empty(n);
@@ -203,7 +203,7 @@ void kvf_rules::check_left_recursion() const {
             at.push_back(first);
         }
     }
-    // an alternative waits at its first rule that is not yet known to be possibly empty
+    // find the rules that may be empty. an alternative waits at its first rule that is not known to be one of them
     std::vector<std::vector<uint32_t>> waiting(n);
     std::vector<uint32_t>              todo(at.size());
     std::iota(todo.begin(), todo.end(), 0);
@@ -219,7 +219,7 @@ void kvf_rules::check_left_recursion() const {
             todo.insert(todo.end(), waiting[owner[a]].begin(), waiting[owner[a]].end());
         }
     }
-    // what each rule may begin with; after a rule at the end of a sequence nothing is left to do, and stacks do not grow
+    // find the rules that each rule may begin with. a rule at the end of a sequence replaces it, so stacks do not grow there
     struct edge {
         uint32_t to;
         bool     grows;
@@ -233,9 +233,10 @@ void kvf_rules::check_left_recursion() const {
             }
         }
     }
-    // of rules that come around to each other (Tarjan, 1972), none may grow a stack on the way
+    // find the rules that lead to each other, which are strongly connected components (Tarjan 1972). within such a
+    // component, no edge may grow a stack
     std::vector<uint32_t>                    index(n), low(n), part(n), open;
-    std::vector<std::pair<uint32_t, size_t>> path; // rules, and how many of their edges were followed
+    std::vector<std::pair<uint32_t, size_t>> path; // rules, and the number of their edges that were followed
     uint32_t                                 n_seen = 0, n_parts = 0;
     for (uint32_t r = 0; r < n; ++r) {
         if (index[r] == 0) { path.emplace_back(r, 0); }
@@ -245,7 +246,7 @@ void kvf_rules::check_left_recursion() const {
             if (next == 0) {
                 index[v] = low[v] = ++n_seen;
                 open.push_back(v);
-            } else { // back from the last one
+            } else { // the search has returned from the last edge
                 const uint32_t w = begins[v][next - 1].to;
                 if (part[w] == 0) { low[v] = std::min(low[v], low[w]); }
             }

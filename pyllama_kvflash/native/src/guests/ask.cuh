@@ -1,24 +1,25 @@
 #pragma once
 
-// what kernels know of a ubatch; and the share of the attention that each unit has, of what kvf_attend found for each head
+// the ask as kernels read it, and the shares of the attention that units have, from the sums that kvf_attend finds for each
+// head
 
 #include "guests/kernels.cuh"
 
 static constexpr uint32_t THREADS = 512, WARPS = THREADS / 32; // of a block
-static constexpr uint32_t TILE  = 4;                           // units whose largest share is known, too
+static constexpr uint32_t TILE  = 4;                           // units whose largest key is in `tops`
 static constexpr float    LOG2E = 1.44269504f, NOWHERE = -1e30f;
 
 //
 // the ask
 //
 
-// what a block knows of the ask: its first words, which it has copied, and where the rest is
+// the ask: a copy of its askers and of each sequence's first words in shared memory, and all of it in device memory
 struct asked {
     const kvf_gpu_layer & p;
-    const int32_t *       words; // shared
+    const int32_t *       words; // the copy
     const int32_t *       all;
 
-    // words to copy: askers, and then the first ones of each sequence
+    // the number of copied words
     static KVF_BOTH uint32_t n_word(const kvf_gpu_ask & a) {
         return kvf_gpu_ask::LEN + kvf_gpu_ask::LEN_ASKER * a.n_asker + kvf_gpu_ask::LEN_SEQ * a.n_seq;
     }
@@ -36,7 +37,7 @@ struct asked {
         return (const uint32_t *) common(i) + kvf_gpu_ask::LEN_COMMON * p.ask.n_block;
     }
 
-    // copy the words, by all threads of a block
+    // copy the words; all threads of a block call this
     __device__ void read(int32_t * to) const {
         const uint32_t first = kvf_gpu_ask::LEN + kvf_gpu_ask::LEN_ASKER * p.ask.n_asker;
 #pragma unroll 1
@@ -47,9 +48,10 @@ struct asked {
     }
 };
 
-// what a block shares, one after the other
+// offsets in a block's shared memory: the copy of the ask, a copy of a table of guests, a bit for each unit that the pool
+// has, and the scratch of the current phase
 struct places {
-    size_t ask, table, taken, work; // a copy of the guests; a bit a unit; what a phase needs
+    size_t ask, table, taken, work;
 
     KVF_BOTH explicit places(const kvf_gpu_layer & p) {
         ask   = 0;
@@ -67,7 +69,7 @@ template <typename T> static __device__ T & work(const kvf_gpu_layer & p, size_t
 // shares
 //
 
-// a running sum of powers of two, about the largest exponent
+// a running sum of powers of two, relative to the largest exponent so far
 struct sum_of_powers {
     float top = NOWHERE, sum = 0;
 
@@ -82,8 +84,8 @@ template <typename T> static __device__ T add(T a, T b) { return a + b; }
 static __device__ float                   most(float a, float b) { return fmaxf(a, b); }
 static __device__ int32_t                 larger(int32_t a, int32_t b) { return max(a, b); }
 
-// Shares as keys: whole numbers, which are in the same order because no share is negative. One of nothing counts, too. Of
-// units that are taken the keys have a sign
+// Shares become integer keys. Since no share is negative, the bits of the floats have the same order; 1 is added, so that
+// the key of a share of 0 is above 0. Keys of taken units have the sign bit set
 static constexpr int32_t LAST = 0x7fffffff, SIGN = ~LAST;
 
 static __device__ int32_t key_of(float share) { return __float_as_int(share) + 1; }
@@ -93,7 +95,7 @@ static __device__ int32_t * tops_of(const kvf_gpu_layer & p, uint32_t seq) {
     return p.tops + (uint64_t) seq * (p.ask.n_unit / TILE + 1);
 }
 
-// of the lanes that differ from this one in the bits from `low` on
+// reduce x over the lanes that differ from this one in bits `low` to `high` of their numbers
 template <typename T, typename F> static __device__ T over_lanes(T x, const F & both, int low = 1, int high = 16) {
 #pragma unroll
     for (int i = high; i >= low; i /= 2) {
@@ -102,10 +104,10 @@ template <typename T, typename F> static __device__ T over_lanes(T x, const F & 
     return x;
 }
 
-static constexpr uint32_t ADDED = 128, ADDERS = THREADS / ADDED; // units of a block at a time, and threads of each
+static constexpr uint32_t ADDED = 128, ADDERS = THREADS / ADDED; // units that a block takes at a time, and threads for each
 
-// The keys of a sequence's units, by their shares, summed over heads and askers; and the largest of each tile. A block does
-// what the others of n_block do not
+// Sum the shares of a sequence's units over heads and askers, and write their keys and the largest key of each tile. This
+// block is number `rank` of n_block blocks, which divide the units
 static __device__ void add_shares(const kvf_gpu_layer & p, const asked & ask, uint32_t seq, uint32_t n_part,
         const uint32_t * taken, uint32_t rank, uint32_t n_block) {
     auto &         sums    = work<float[ADDERS][ADDED]>(p);
@@ -113,7 +115,7 @@ static __device__ void add_shares(const kvf_gpu_layer & p, const asked & ask, ui
     const uint32_t n_asker = ask.n_asker(), n_unit = ask.seq(seq)[kvf_gpu_ask::N_UNIT];
     const uint32_t tid = threadIdx.x;
 
-    // of the first units, by one asker: on their way while the totals are computed
+    // with one asker, begin to load the first units' sums before the totals are computed
     constexpr uint32_t EARLY = 8;
 
     float      early[EARLY];
@@ -178,7 +180,7 @@ static __device__ void add_shares(const kvf_gpu_layer & p, const asked & ask, ui
     }
 }
 
-// bytes of the work
+// the scratch of add_shares(), in bytes
 static size_t score_size(const kvf_gpu_layer & p) {
     return sizeof(float[ADDERS][ADDED]) + p.ask.n_asker * p.n_head * sizeof(float);
 }

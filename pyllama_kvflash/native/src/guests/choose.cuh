@@ -1,6 +1,6 @@
 #pragma once
 
-// how kernels choose guests by their shares, and fetch them
+// choosing guests by their keys, and fetching them, within a kernel
 
 #include "guests/ask.cuh"
 
@@ -8,7 +8,7 @@
 // choose
 //
 
-static constexpr uint32_t FEW = 1024; // pairs that are sorted with no choice before, at least
+static constexpr uint32_t FEW = 1024; // the least room for pairs to sort: up to so many are sorted without a selection
 
 struct choose_memory {
     uint32_t hist[2048];
@@ -21,8 +21,9 @@ static size_t choose_size(const kvf_gpu_layer & p) {
     return sizeof(choose_memory) + (n_list(p) + 2 * p.n_slot) * sizeof(kvf_pair) + p.n_slot * sizeof(int32_t);
 }
 
-// Of n keys those that are `only`, numbered from 1 on, or all those above 0 if it is 0: the k-th largest, of at least k.
-// above: how many are larger
+// Return the k-th largest of n keys, of which at least k are above 0. above: the number of larger ones. If `only` is not 0,
+// select among the numbers (from 1) of the keys that equal it, rather than among the keys. A radix select, by 11, 11 and 10
+// bits
 static __device__ __noinline__ uint32_t kth(
         const int32_t * keys, int32_t only, uint32_t n, uint32_t k, choose_memory & m, uint32_t & above) {
     uint32_t prefix = 0, mask = 0;
@@ -41,7 +42,7 @@ static __device__ __noinline__ uint32_t kth(
             if (x && (x & mask) == prefix) { atomicAdd(&m.hist[x >> shift & all], 1); }
         }
         __syncthreads();
-        if (threadIdx.x < 32) { // a lane's 64 bins, from the top
+        if (threadIdx.x < 32) { // a lane takes 64 bins, the first lane the highest
             const uint32_t top = 2048 - 64 * threadIdx.x;
             uint32_t       sum = 0;
 #pragma unroll 1
@@ -74,8 +75,8 @@ static __device__ __noinline__ uint32_t kth(
     return prefix;
 }
 
-// Those of n keys that are larger than `last`, or the same and not before `from`; in no order, as many as there is room.
-// tops: the largest of `each` keys. Returns how many there are
+// Collect the keys that are larger than `last`, or equal to it and at index `from` or later, in no order, and as many as
+// there is room for. tops: the largest of every `each` keys. Returns the number of such keys
 static __device__ __noinline__ uint32_t gather(const int32_t * keys, const int32_t * tops, uint32_t each, uint32_t n,
         int32_t last, uint32_t from, kvf_pair * to, uint32_t room, choose_memory & m) {
     if (threadIdx.x == 0) { m.n = 0; }
@@ -95,8 +96,8 @@ static __device__ __noinline__ uint32_t gather(const int32_t * keys, const int32
     return m.n;
 }
 
-// A key that at least k of n keys reach, and few more; 1 where there are fewer. Each thread looks for its largest one; of
-// these a bound is found bit by bit
+// Return a bound that at least k of n keys reach, and few more; 1 if fewer than k are above 0. Each thread finds the largest
+// of its keys, and the bound is found bit by bit among these
 static __device__ __noinline__ int32_t reached(const int32_t * keys, uint32_t n, uint32_t k) {
     int32_t mine = 0, bound = 0;
 #pragma unroll 8
@@ -108,19 +109,19 @@ static __device__ __noinline__ int32_t reached(const int32_t * keys, uint32_t n,
         const uint32_t found = __syncthreads_count(mine >= (bound | bit));
         if (found < k) { continue; }
         bound |= bit;
-        if (found < k + k / 4 + 8) { break; } // that is near enough
+        if (found < k + k / 4 + 8) { break; } // close enough
     }
     return max(bound, 1);
 }
 
-// The k largest of n keys, from the largest on; of equals the last first. Those that are not above 0 are none. tops: the
-// largest of `each` keys. list: room for `room` pairs, at least k. returns how many
+// Write the k largest of n keys to `to`, in descending order; of equal ones the last comes first. Only keys above 0 count.
+// tops: the largest of every `each` keys. list: scratch for `room` pairs, at least k. Returns the number of keys written
 static __device__ __noinline__ uint32_t largest(const int32_t * keys, const int32_t * tops, uint32_t each, uint32_t n,
         uint32_t k, kvf_pair * list, uint32_t room, kvf_pair * to, choose_memory & m) {
     if (k == 0) { return 0; }
-    const int32_t bound = n <= THREADS ? 1 : reached(tops, (n + each - 1) / each, k); // few are ranked without one
+    const int32_t bound = n <= THREADS ? 1 : reached(tops, (n + each - 1) / each, k); // few keys need no bound
     uint32_t      found = gather(keys, tops, each, n, bound, 0, list, room, m);
-    if (found > room) { // many, or many are the same
+    if (found > room) { // too many reach the bound, perhaps because they are equal
         uint32_t       above, more;
         const int32_t  last = kth(keys, 0, n, k, m, above);
         const uint32_t from = kth(keys, last, n, k - above, m, more) - 1;
@@ -141,8 +142,9 @@ static __device__ __noinline__ uint32_t largest(const int32_t * keys, const int3
     return min(found, k);
 }
 
-// A block's copy of a sequence's guests, without those that are not to be seen or common now; and which units are taken.
-// Returns how many slots are free. All blocks of the sequence read its table before one of them writes it
+// Copy a sequence's table to shared memory, without guests in invisible slots and guests that have become common, and set a
+// bit for each unit that the pool has. Returns the number of free slots. All blocks of the sequence read its table before
+// one writes it
 static __device__ uint32_t read_guests(const kvf_gpu_layer & p, const asked & ask, uint32_t seq) {
     int32_t * const  table  = &shared<int32_t>(places(p).table);
     uint32_t * const taken  = &shared<uint32_t>(places(p).taken);
@@ -172,8 +174,8 @@ static __device__ uint32_t read_guests(const kvf_gpu_layer & p, const asked & as
     return res;
 }
 
-// What goes to which slots, in order: free ones are filled, or else guests are exchanged for units that are more attended
-// to. moves: room for n_slot. returns how many
+// Choose the units to fetch, and their slots: fill free slots, or if there are none, exchange guests for units with a larger
+// share. moves: set to the moves, in shared memory. Returns their number
 static __device__ uint32_t choose(
         const kvf_gpu_layer & p, const asked & ask, uint32_t seq, uint32_t n_free, const kvf_move *& moves) {
     auto &           m      = work<choose_memory>(p);
@@ -185,7 +187,8 @@ static __device__ uint32_t choose(
     const uint32_t   n_unit = ask.seq(seq)[kvf_gpu_ask::N_UNIT], n_fill = ask.seq(seq)[kvf_gpu_ask::N_FILL];
     const int32_t *  keys = keys_of(p, seq), *tops = tops_of(p, seq);
 
-    // of those that may go the key is what it lacks of the largest one, of free slots the first is the largest
+    // keys of slots: if any are free, only these have one, the first slot the largest. otherwise, the smaller the key of a
+    // guest, the larger the key of its slot
 #pragma unroll 1
     for (uint32_t slot = threadIdx.x; slot < n_fill; slot += THREADS) {
         const int32_t unit = table[slot];
@@ -200,7 +203,7 @@ static __device__ uint32_t choose(
     kvf_move * const to = (kvf_move *) list;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < min(n_in, n_out); i += THREADS) {
-        if (!n_free && in[i].key <= LAST - out[i].key) { continue; } // nor is any after it
+        if (!n_free && in[i].key <= LAST - out[i].key) { continue; } // this unit, and all after it, are no better
         to[i] = {out[i].what, in[i].what};
         atomicAdd(&m.n, 1);
     }
@@ -213,7 +216,7 @@ static __device__ uint32_t choose(
 // fetch: from records in host memory
 //
 
-// a warp copies a piece of a unit's rows
+// copy a piece of a unit's rows, by one warp
 static __device__ __noinline__ void fetch_piece(
         const kvf_gpu_rows & r, const char * rec, uint32_t part, uint32_t cell, uint64_t from) {
     const uint32_t lane = threadIdx.x % 32;
@@ -222,7 +225,7 @@ static __device__ __noinline__ void fetch_piece(
         copy_bytes(r.data + (uint64_t) cell / UNIT * r.size + from, rec + r.offs + part * r.size + from, n, lane, 32);
         return;
     }
-    // a value's positions are next to each other
+    // transposed: the positions of an element are adjacent
 #pragma unroll 1
     for (uint32_t i = from / 4 + lane; i < (uint32_t) (from + n) / 4; i += 32) {
         const uint32_t each = r.size / 4, run = i / each, word = i % each;
@@ -231,7 +234,7 @@ static __device__ __noinline__ void fetch_piece(
     }
 }
 
-// what moves say, by a warp of n_warp
+// fetch the units in `moves`. this is warp number `warp` of n_warp, which share the work
 static __device__ void fetch(const kvf_gpu_layer & p, uint32_t seq, const int32_t * blocks, const kvf_move * moves,
         uint32_t n_move, uint32_t warp, uint32_t n_warp) {
     const auto n_piece = [](const kvf_gpu_rows & r) -> uint32_t {
@@ -255,12 +258,12 @@ static __device__ void fetch(const kvf_gpu_layer & p, uint32_t seq, const int32_
 // exchange
 //
 
-// Where all blocks of the grid meet: a block arrives, with what it has written, and waits for the others. Grids of any size,
-// one after the other
+// A barrier of all blocks of a grid. What a block wrote before arrive() is visible to all after wait(). Its counters are in
+// device memory, and serve one grid after another, of any size
 struct meeting {
     const kvf_gpu_layer & p;
     uint32_t              n_block;
-    uint32_t              n_over; // meetings before this one
+    uint32_t              n_over; // barriers passed before this one
 
     __device__ void arrive() {
         __syncthreads();
@@ -286,7 +289,7 @@ struct meeting {
     }
 };
 
-// of the sequences that have guests: how many, and the i-th one
+// return the number of sequences that have guests. which: the i-th of them
 static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask, uint32_t i, uint32_t & which) {
     uint32_t n = 0;
 #pragma unroll 1
@@ -297,10 +300,10 @@ static __device__ uint32_t n_choosing(const kvf_gpu_layer & p, const asked & ask
     return n;
 }
 
-// Choose by the shares of units, and fetch: n sequences. n_part: of the sums of each head. Blocks that choose for the same
-// sequence come to the same result: so each knows at once what it has to fetch
+// Choose the guests of n sequences by the shares of units, and fetch them. n_part: the parts of each head's sums. All blocks
+// of a sequence make the same choice, so that each knows at once which units it has to fetch
 static __device__ void exchange(const kvf_gpu_layer & p, const asked & ask, uint32_t n, uint32_t n_part, meeting & meet) {
-    // sequences are shared out to blocks: some to each, or some blocks to each
+    // each block takes several sequences, or each sequence has several blocks
     const uint32_t n_first = min(n, meet.n_block), rank = blockIdx.x / n_first;
     const uint32_t n_block = (meet.n_block - blockIdx.x % n_first + n_first - 1) / n_first;
     uint32_t       seq     = 0;
@@ -340,7 +343,7 @@ static __device__ void exchange(const kvf_gpu_layer & p, const asked & ask, uint
     }
 }
 
-// what a block shares, at most
+// the shared memory of a block, in bytes
 static size_t shared_size(const kvf_gpu_layer & p) {
     return GGML_PAD(places(p).work + std::max(score_size(p), choose_size(p)), 16);
 }

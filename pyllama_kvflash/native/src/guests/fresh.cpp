@@ -1,4 +1,4 @@
-// guests: which blocks and cells they have, and what a ubatch asks, see guests/fresh.h
+// guests and codes of all layers: blocks, cells, and the tokens of a ubatch that choose, see guests/fresh.h
 
 #include "guests/fresh.h"
 #include "api/args.h"
@@ -14,7 +14,7 @@
 
 namespace {
 
-// so that a graph is not used again with codes that was without them, or the other way round
+// keeps a graph with nodes for codes from being reused for a ubatch without codes, and the other way round
 struct coarse_input : llm_graph_input_i {
     explicit coarse_input(const kvf_fresh & fresh) : fresh(fresh), there(fresh.has_coarse()), out(fresh.has_out()) {}
 
@@ -51,7 +51,7 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p, std::shared_pt
             if (!l.dev && !found) { found = kvf_coarse_chooser(*this); }
             if (!found) {
                 throw kvf_failure(KVF_E_UNSUPPORTED,
-                        "codes of all positions are kept by the CPU or by CUDA, and the KV cache is on another device");
+                        "codes need a KV cache on the CPU or on a CUDA GPU, and this one is on another device");
             }
             chooser = found.get();
             choosers.push_back(std::move(found));
@@ -62,7 +62,7 @@ kvf_fresh::kvf_fresh(const llama_kv_cache & kv, const params & p, std::shared_pt
 
 bool kvf_fresh::has_coarse() const {
     const auto covered = [](const sequence & s) { return s.n > 0; };
-    // memory for a graph is taken before anything is decoded: it is for one with these nodes
+    // llama.cpp allocates memory for a graph before the first decode. it must suffice for these nodes
     return !begun || std::any_of(sequences.begin(), sequences.end(), covered);
 }
 
@@ -97,7 +97,8 @@ void kvf_fresh::truncate(llama_seq_id seq, uint32_t p) {
     if (p >= s.n) { return; }
 
     s.n = p / n_chunk * n_chunk;
-    // a segment whose means tell of what is gone is coded anew: going back is as never having gone on
+    // a segment is encoded again if its means were computed from removed positions: then the codes are as if these had never
+    // been there
     const auto of = [](uint32_t n) { return (n + kvf_codes::SEGMENT - 1) / kvf_codes::SEGMENT; };
     if (of(s.n) > 0 && s.known[of(s.n) - 1] > s.n) { s.n = (of(s.n) - 1) * kvf_codes::SEGMENT; }
     s.known.resize(of(s.n));
@@ -118,7 +119,7 @@ void kvf_fresh::clear(llama_seq_id seq) {
 
 void kvf_fresh::cover(llama_seq_id seq, const void * const * records, uint32_t n) {
     auto & s = of(seq);
-    kvf_check(s.n + n * n_chunk <= GGML_PAD(its.n_ctx, n_chunk), "codes are of a whole context at most");
+    kvf_check(s.n + n * n_chunk <= GGML_PAD(its.n_ctx, n_chunk), "codes cannot exceed the context");
     for (uint32_t i = 0; i < n; ++i) {
         s.records.push_back((const char *) records[i]);
     }
@@ -137,19 +138,17 @@ void kvf_fresh::resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const 
     want.resize(std::min<size_t>(n, want.size()));
     if (blocks) {
         want.assign(blocks, blocks + n);
-        kvf_check(s.blocks.empty(), "blocks of guests can only be given to a sequence without guests");
+        kvf_check(s.blocks.empty(), "blocks must be null for a sequence that already has guest blocks");
         for (const uint32_t b : want) {
             kvf_check(b < llama_kvflash::n_block(kv) && llama_kvflash::is_free(kv, b) &&
                               std::count(want.begin(), want.end(), b) == 1,
-                    "a block of guests is not free");
+                    "blocks must be different free blocks");
         }
     }
     for (uint32_t b = 0; b < llama_kvflash::n_block(kv) && want.size() < n; ++b) {
         if (llama_kvflash::is_free(kv, b) && std::find(want.begin(), want.end(), b) == want.end()) { want.push_back(b); }
     }
-    if (want.size() < n) {
-        throw kvf_failure(KVF_E_NO_BLOCK, format("%u blocks of guests are needed, and fewer are free", n));
-    }
+    if (want.size() < n) { throw kvf_failure(KVF_E_NO_BLOCK, format("too few blocks are free for %u guest blocks", n)); }
 
     const uint32_t n_before = n_slot(s);
     s.blocks                = std::move(want);
@@ -220,7 +219,7 @@ template <typename T> void kvf_fresh::show(T * mask, int64_t n_kv) const {
     for (const auto & s : sequences) {
         for (const uint32_t i : s.tokens) {
             for (uint32_t slot = 0; slot < s.n_fill; ++slot) {
-                std::fill_n(mask + i * n_kv + cell_of(s, slot), UNIT, T(0)); // of both types, what a visible cell has
+                std::fill_n(mask + i * n_kv + cell_of(s, slot), UNIT, T(0)); // 0: visible
             }
         }
     }
@@ -243,9 +242,9 @@ void llama_kvflash::show_guests(const llama_kv_cache & kv, ggml_tensor * dst, co
 //
 
 static kvf_fresh & fresh_of(llama_context * ctx, llama_seq_id seq) {
-    kvf_check(ctx, "there is no context");
+    kvf_check(ctx, "ctx must not be null");
     auto * kv = llama_kvflash::get_kv(ctx->get_memory());
-    kvf_check(kv && llama_kvflash::fresh(*kv), "this context has no guests");
+    kvf_check(kv && llama_kvflash::fresh(*kv), "this context has no codes: coarse_k is 0");
     kvf_check_seq(ctx, seq);
     return *llama_kvflash::fresh(*kv);
 }
@@ -257,7 +256,7 @@ static kvf_fresh & idle_fresh_of(llama_context * ctx, llama_seq_id seq) {
 }
 
 static const kvf_fresh::layer & layer_of(const kvf_fresh & fresh, uint32_t layer) {
-    kvf_check(layer < fresh.layers.size(), "the attention cache has no such layer");
+    kvf_check(layer < fresh.layers.size(), "layer must be below kvf_n_layer()");
     return fresh.layers[layer];
 }
 
@@ -265,8 +264,8 @@ int kvf_codes_put(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
         const void * const * records, uint32_t n) {
     return kvf_guard([&] {
         auto & fresh = fresh_of(ctx, seq);
-        kvf_check(records, "records are needed");
-        kvf_check(layer + n_layer <= fresh.layers.size(), "the attention cache has no such layer");
+        kvf_check(records, "records must not be null");
+        kvf_check(layer + n_layer <= fresh.layers.size(), "layer + n_layer must not exceed kvf_n_layer()");
         for (const auto & chooser : fresh.choosers) {
             chooser->put(seq, layer, n_layer, first, records, n);
         }
@@ -276,7 +275,8 @@ int kvf_codes_put(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
 int kvf_codes_cover(llama_context * ctx, llama_seq_id seq, uint32_t first, const void * const * records, uint32_t n) {
     return kvf_guard([&] {
         auto & fresh = idle_fresh_of(ctx, seq);
-        kvf_check(records && first * fresh.n_chunk == fresh.of(seq).n, "the codes continue at another chunk");
+        kvf_check(records && first * fresh.n_chunk == fresh.of(seq).n,
+                "records must not be null; first must be the first chunk without codes");
         fresh.cover(seq, records, n);
     });
 }
@@ -289,7 +289,7 @@ int kvf_codes_info(llama_context * ctx, llama_seq_id seq, struct kvf_codes_info 
     return kvf_guard([&] {
         auto &       fresh = fresh_of(ctx, seq);
         const auto & s     = fresh.of(seq);
-        kvf_check(info, "room for the result is needed");
+        kvf_check(info, "info must not be null");
         *info = {};
         for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
             if (fresh.layers[i].chooser->device_bytes() == 0) { info->bytes += fresh.size(i, s.n); }
@@ -307,7 +307,7 @@ int kvf_codes_info(llama_context * ctx, llama_seq_id seq, struct kvf_codes_info 
 int kvf_guests_fetched(llama_context * ctx, uint64_t * n) {
     return kvf_guard([&] {
         auto & fresh = fresh_of(ctx, 0);
-        kvf_check(n, "room for the result is needed");
+        kvf_check(n, "n must not be null");
         *n = 0;
         for (const auto & chooser : fresh.choosers) {
             *n += chooser->n_fetched();
@@ -318,7 +318,7 @@ int kvf_guests_fetched(llama_context * ctx, uint64_t * n) {
 int kvf_codes_size(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, size_t * size) {
     return kvf_guard([&] {
         const auto & fresh = fresh_of(ctx, seq);
-        kvf_check(size, "room for the result is needed");
+        kvf_check(size, "size must not be null");
         layer_of(fresh, layer);
         *size = fresh.size(layer, n);
     });
@@ -328,17 +328,17 @@ int kvf_codes_get(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_
     return kvf_guard([&] {
         auto &       fresh = idle_fresh_of(ctx, seq);
         const auto & l     = layer_of(fresh, layer);
-        kvf_check(n <= fresh.of(seq).n, "there are codes of fewer positions");
-        kvf_check(dst && size == fresh.size(layer, n), "room for the codes of a layer is needed");
+        kvf_check(n <= fresh.of(seq).n, "n must not exceed the number of positions with codes");
+        kvf_check(dst && size == fresh.size(layer, n), "dst must not be null; size must be that of kvf_codes_size()");
         l.chooser->get(seq, layer, n, (char *) dst);
     });
 }
 
 int kvf_codes_set(llama_context * ctx, llama_seq_id seq, uint32_t layer, uint32_t n, const void * src, size_t size) {
     return kvf_guard([&] {
-        auto &       fresh = fresh_of(ctx, seq); // without codes, nothing computes with them
+        auto &       fresh = fresh_of(ctx, seq); // no need to wait: nothing computes with codes until they are covered
         const auto & l     = layer_of(fresh, layer);
-        kvf_check(src && size == fresh.size(layer, n), "these are not the codes of such a layer");
+        kvf_check(src && size == fresh.size(layer, n), "src must not be null; size must be that of kvf_codes_size()");
         l.chooser->set(seq, layer, n, (const char *) src);
     });
 }
@@ -354,7 +354,7 @@ int kvf_get_guests(
         const auto &   s     = fresh.of(seq);
         const uint32_t n     = fresh.n_slot(s);
         kvf_check(blocks && units && n_block == s.blocks.size() && n_unit == fresh.layers.size() * n,
-                "room for all guests is needed");
+                "blocks must hold n_block values, and units n_layer*n_slot");
         std::copy(s.blocks.begin(), s.blocks.end(), blocks);
         for (uint32_t i = 0; i < fresh.layers.size() && n; ++i, units += n) {
             std::copy_n(fresh.layers[i].chooser->table(seq, i).begin(), n, units);
@@ -367,9 +367,9 @@ int kvf_place_guests(llama_context * ctx, llama_seq_id seq, const int32_t * unit
         auto &         fresh = idle_fresh_of(ctx, seq);
         auto &         s     = fresh.of(seq);
         const uint32_t n     = fresh.n_slot(s);
-        kvf_check(units && n_unit == fresh.layers.size() * n, "a unit for each slot of each layer is needed");
+        kvf_check(units && n_unit == fresh.layers.size() * n, "units must hold n_layer*n_slot values");
         kvf_check(std::all_of(units, units + n_unit, [&](int32_t u) { return u >= -1 && u < (int32_t) s.n_unit(); }),
-                "a unit has no codes");
+                "a unit must be -1 or have codes");
         for (uint32_t i = 0; i < fresh.layers.size(); ++i) {
             fresh.layers[i].chooser->set_table(seq, i, units + (size_t) i * n, true);
         }

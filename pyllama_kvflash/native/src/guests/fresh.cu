@@ -1,5 +1,5 @@
-// Guests and codes in a GPU's memory, a part of the backend's library: the table of functions that guests/gpu.cpp calls. What
-// changes between two tokens lies in the device's memory, so that a CUDA graph may hold the launches of a layer.
+// The functions of kvf_gpu, which guests/gpu.cpp calls, in the library of the CUDA backend. Everything that changes between
+// two tokens is in device memory, so that a CUDA graph can replay the launches of a layer.
 
 #include "guests/choose.cuh"
 
@@ -65,7 +65,7 @@ static void fetch_units(const kvf_gpu_layer & l, uint32_t seq, const int32_t * b
 static bool fits(const kvf_gpu_layer & l, const void * on) { return shared_size(l) <= kvf_shared_most(on); }
 
 static void * make_events(const void * on) {
-    kvf_stream_on(on); // sets the device
+    kvf_stream_on(on); // makes the device current
     auto * res = new kvf_events{};
     for (auto * event : {&res->forked, &res->done}) {
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));

@@ -8,59 +8,59 @@ struct ggml_tensor;
 
 struct kvf_fresh;
 
-// The codes and the guests of one device's layers: on the CPU (coarse/coarse.cpp), or by kernels on a GPU
-// (coarse/gpu-coarse.cpp). A layer is given by its number in the cache.
+// The codes and guests of the layers on one device, for the CPU (coarse/coarse.cpp) or for a GPU with our kernels
+// (coarse/gpu-coarse.cpp). `layer` is always an index in the cache.
 struct kvf_chooser {
     virtual ~kvf_chooser() = default;
 
-    // codes, see the functions of the same names in kvflash.h. threads may do different layers
-    // of those of n_layer layers that are this one's
+    // make, save and restore codes: see kvf_codes_put(), kvf_codes_get() and kvf_codes_set(). threads may share the layers.
+    // put() leaves out layers of other devices
     virtual void put(llama_seq_id seq, uint32_t layer, uint32_t n_layer, uint32_t first, const void * const * records,
             uint32_t n)                                                              = 0;
     virtual void get(llama_seq_id seq, uint32_t layer, uint32_t n, char * dst)       = 0;
     virtual void set(llama_seq_id seq, uint32_t layer, uint32_t n, const char * src) = 0;
-    // the codes have what was put, and the sequence has more records
+    // the codes that were put are complete, and the sequence has new records
     virtual void cover(llama_seq_id seq) = 0;
 
-    // the units in the slots of a layer, -1: none
+    // the units in the slots of a layer; -1: the slot is empty
     virtual std::vector<int32_t> table(llama_seq_id seq, uint32_t layer) = 0;
-    // the sequence has another number of slots: the units in the first n slots stay, in all layers
+    // the number of slots has changed: keep the units in the first n slots of all layers, and empty the others
     virtual void keep(llama_seq_id seq, uint32_t n) = 0;
-    // set them; fetch: their rows are to be fetched
+    // set the table of a layer. fetch: also fetch the rows of its units
     virtual void set_table(llama_seq_id seq, uint32_t layer, const int32_t * units, bool fetch) = 0;
 
-    // The nodes of a layer before its attention. il: that of the model, which may read the rows of another one. q: [d,
-    // n_head, n_tokens]
+    // add the nodes before a layer's attention. il: the model's layer, which may read the rows of another one; layer: where
+    // these rows are. q: [d, n_head, n_tokens]
     virtual void build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale,
             int32_t il, uint32_t layer) = 0;
-    // after the attention of a layer, whose result is cur ([d, n_head, n_tokens], or by_head [d, n_tokens, n_head]): what it
-    // is with the positions that are outside the pool. sinks: null: there are none
+    // add the nodes after a layer's attention: they extend its result cur to the positions outside the pool. cur: [d,
+    // n_head, n_tokens], or with by_head [d, n_tokens, n_head]. sinks: null if there are none
     virtual ggml_tensor * blend(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * q, float scale, ggml_tensor * cur,
             ggml_tensor * sinks, bool by_head, int32_t il, uint32_t layer) = 0;
     // a ubatch with tokens of a sequence begins
     virtual void     begin(llama_seq_id) {}
     virtual uint64_t n_fetched() = 0;
-    // of the device, without the cache
+    // the device memory for codes and choices; 0 on the CPU
     virtual uint64_t device_bytes() = 0;
 };
 
 std::unique_ptr<kvf_chooser> kvf_coarse_chooser(kvf_fresh & fresh);
-// nullptr: the backend of this memory has no kernels
+// nullptr: the backend of this buffer has no kernels of ours
 std::unique_ptr<kvf_chooser> kvf_gpu_coarse_chooser(kvf_fresh & fresh, ggml_backend_buffer_t buf, ggml_backend_dev_t dev);
 
-// Guests. The blocks of a pool fall into two kinds: common ones, whose chunk is the same in all layers, and those of guests,
-// in which each layer holds chunks of its own choice. For the library the cells of guests are empty, but the tokens of their
-// sequence see them (show_guests). Their positions do not matter: RoPE is already in K.
+// Guests. A pool has two kinds of blocks. Common blocks hold the same chunk in all layers. In guest blocks, each layer holds
+// units of its own choice. llama.cpp takes the cells of guests for empty, and show_guests() makes them visible to the tokens
+// of their sequence. The positions of guests do not matter, because RoPE is already applied to K.
 //
-// Positions outside the pool are attended to by the codes of their keys and values. A layer chooses its guests by the shares
-// of the attention that these give to units of 16 positions, summed over heads: at most n_exchange are exchanged for better
-// ones, whose rows are fetched from their records. Common chunks are never guests.
+// Tokens attend to positions outside the pool by the codes of their keys and values. The codes give each unit of 16
+// positions a share of the attention, summed over heads. By these shares a layer exchanges at most n_exchange guests for
+// better units, and fetches their rows from the records. Units of common chunks are never guests.
 struct kvf_fresh {
     static constexpr uint32_t UNIT        = 16; // positions of a guest
-    static constexpr uint32_t MOST_ASKING = 8;  // tokens of a sequence in a ubatch whose queries choose, evenly spread
+    static constexpr uint32_t MOST_ASKING = 8;  // most tokens of a sequence in a ubatch that choose; they are evenly spread
     struct params {
         uint32_t n_exchange;
-        uint32_t n_ctx; // of a sequence
+        uint32_t n_ctx; // positions of a sequence
         uint32_t n_seq;
         uint32_t coarse_k, coarse_v; // bits of codes
     };
@@ -68,11 +68,11 @@ struct kvf_fresh {
     struct layer {
         kvf_layer     info;
         ggml_tensor * k;
-        ggml_tensor * v; // null: none is stored
+        ggml_tensor * v; // null: the layer stores no V
 
-        ggml_backend_dev_t dev; // whose memory it is in; null: the CPU's
-        float              cap;
-        uint32_t           n_rot; // keys are rotated in blocks of so many values; 0: they are not
+        ggml_backend_dev_t dev;   // the device of its memory; null: the CPU
+        float              cap;   // of the logits; 0: none
+        uint32_t           n_rot; // the block size of llama.cpp's rotation of keys; 0: keys are not rotated
         kvf_chooser *      chooser;
     };
 
@@ -81,51 +81,52 @@ struct kvf_fresh {
     kvf_fresh(const kvf_fresh &)             = delete;
     kvf_fresh & operator=(const kvf_fresh &) = delete;
 
-    // whether a layer of the model reads a layer here, its own or another's
+    // whether a layer of the model reads a layer of this cache, its own or another one's
     bool    reads(int32_t il) const { return il >= 0 && (size_t) il < of_model.size() && of_model[il] >= 0; }
     int32_t layer_read_by(int32_t il) const { return reads(il) ? of_model[il] : -1; }
-    // whether positions outside the pool are attended to by their codes
+    // whether the graph has nodes for codes: some positions have codes, or nothing was decoded yet
     bool has_coarse() const;
-    // whether there are some. else answers are the stock cache's, to the last bit
+    // whether some positions are outside the pool. without them, results equal the stock cache's bit for bit
     bool has_out() const;
     // bytes of the codes of the first n positions in a layer
     size_t size(uint32_t layer, uint32_t n) const;
 
-    // the nodes of a layer of the model, before and after its attention
+    // add the nodes after (blend) and before (build) the attention of a layer of the model
     ggml_tensor * blend(
             ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * cur, ggml_tensor * sinks, bool by_head, int32_t il);
     uint32_t n_layer_model() const { return of_model.size(); }
     void     build(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q, float scale, int32_t il);
-    // a ubatch begins, whose cells are taken
+    // begin a ubatch. its tokens already have cells
     void begin(const llama_kv_cache & kv, const llama_ubatch & ubatch);
 
-    // the guests' cells that each of its tokens sees are visible. n_kv: width of a row of the mask
+    // make the cells of guests visible to the tokens of their sequence. n_kv: the width of a row of the mask
     template <typename T> void show(T * mask, int64_t n_kv) const;
 
     bool is_guest(uint32_t block) const;
 
     struct sequence {
         uint32_t                  n = 0;   // positions that have codes
-        std::vector<uint32_t>     known;   // how many had when each segment began: its means are made of these
-        std::vector<const char *> records; // of its chunks
-        std::vector<uint32_t>     blocks;
+        std::vector<uint32_t>     known;   // for each segment, the end of the positions that its means were computed from
+        std::vector<const char *> records; // of the chunks with codes
+        std::vector<uint32_t>     blocks;  // guest blocks
 
-        // of the ubatch
-        std::vector<uint32_t>                       tokens;     // its rows
-        std::vector<llama_pos>                      pos;        // and their positions
-        std::vector<std::pair<uint32_t, llama_pos>> asking;     // those whose queries choose, and their positions
-        std::vector<std::pair<llama_pos, int32_t>>  cells;      // positions that all layers hold, and where
-        std::vector<uint8_t>                        common;     // of each unit: whether they are among these
-        uint32_t                                    n_fill = 0; // slots that have a unit in all layers, and are visible
-        uint32_t                                    n_unit() const { return n / UNIT; }
+        // the ubatch
+        std::vector<uint32_t>                       tokens; // rows of the sequence's tokens
+        std::vector<llama_pos>                      pos;    // their positions
+        std::vector<std::pair<uint32_t, llama_pos>> asking; // the tokens that choose: row and position
+        std::vector<std::pair<llama_pos, int32_t>>  cells;  // positions in common blocks, and their cells
+        std::vector<uint8_t>                        common; // for each unit, whether it is in a common block
+        uint32_t n_fill = 0;                                // the number of visible slots, which have a unit in every layer
+        uint32_t n_unit() const { return n / UNIT; }
     };
 
     // forget positions from p on
     void truncate(llama_seq_id seq, uint32_t p);
     void clear(llama_seq_id seq);
-    // all layers have the codes of these chunks, which come after those that have them
+    // declare that all layers have codes of the next n chunks
     void cover(llama_seq_id seq, const void * const * records, uint32_t n);
-    // give it n blocks: its first ones, then free ones, or these
+    // set the number of guest blocks to n: keep the first ones, and add free ones. a sequence without any can be given
+    // `blocks`
     void resize(llama_kv_cache & kv, llama_seq_id seq, uint32_t n, const int32_t * blocks);
 
     sequence & of(llama_seq_id seq) { return sequences.at(seq); }
@@ -142,17 +143,18 @@ struct kvf_fresh {
 
     std::vector<layer>                        layers;
     std::vector<sequence>                     sequences;
-    const std::shared_ptr<kvf_panes>          panes; // in whose memory codes may lie; null: there are none
+    const std::shared_ptr<kvf_panes>          panes; // their memory may hold the codes; null: there are no panes
     std::vector<std::unique_ptr<kvf_chooser>> choosers;
 
 private:
-    const llama_kv_cache & kv; // whose this is
+    const llama_kv_cache & kv;
 
-    std::vector<int32_t> of_model; // the layer that it reads, by layer of the model; -1: none of these
+    std::vector<int32_t> of_model; // for each layer of the model, the layer of the cache that it reads; -1: none
 
-    bool begun = false; // a ubatch has
+    bool begun = false; // the first ubatch has begun
 
-    ggml_tensor * q     = nullptr; // of the attention that is being built
+    // between build() and blend(): the queries of the attention, and the scale of its products
+    ggml_tensor * q     = nullptr;
     float         scale = 0;
 };
 

@@ -9,11 +9,11 @@
 #include <mutex>
 #include <unordered_map>
 
-// The guests of layers whose memory is a GPU's (guests/gpu.cpp), and their codes (coarse/gpu-coarse.cpp).
+// The guests (guests/gpu.cpp) and the codes (coarse/gpu-coarse.cpp) of layers in a GPU's memory.
 
 using kvf_kernels = const kvf_gpu;
 
-// device memory
+// a zeroed buffer of device memory
 struct kvf_gpu_memory {
     kvf_gpu_memory() = default;
     kvf_gpu_memory(ggml_backend_buffer_type_t buft, size_t size) :
@@ -23,7 +23,7 @@ struct kvf_gpu_memory {
                                                    "`coarse` 2, a smaller `n_ctx`, or a smaller `pool`",
                                                     size));
         }
-        ggml_backend_buffer_clear(buf.get(), 0); // the last tile of codes has unused positions
+        ggml_backend_buffer_clear(buf.get(), 0); // unused positions of the last tile must be 0
     }
 
     char * at(size_t offset = 0) const { return (char *) ggml_backend_buffer_get_base(buf.get()) + offset; }
@@ -32,7 +32,7 @@ struct kvf_gpu_memory {
     size_t                  size = 0;
 };
 
-// one after the other in a piece of memory
+// gives out consecutive offsets in a buffer
 struct kvf_gpu_places {
     size_t take(size_t size) {
         const size_t at = end;
@@ -42,9 +42,9 @@ struct kvf_gpu_places {
     size_t end = 0;
 };
 
-// what the memory depends on that is needed beside codes
+// the quantities that determine the memory for choices, which kvf_gpu_tables lays out
 struct kvf_gpu_shape {
-    std::vector<kvf_heads> layers; // wherever they are
+    std::vector<kvf_heads> layers; // of all devices
     uint32_t               n_ctx, n_seq, n_cell, n_chunk;
 
     static kvf_gpu_shape of(const kvf_fresh & fresh);
@@ -53,22 +53,22 @@ struct kvf_gpu_shape {
     uint32_t       n_slot() const { return n_block() * (n_chunk / kvf_fresh::UNIT); }
     uint32_t       n_record() const { return (n_ctx + n_chunk - 1) / n_chunk; } // of a sequence
     uint32_t       n_table() const { return layers.size() * n_seq; }
-    uint32_t       n_query() const; // of the layer that has the most
+    uint32_t       n_query() const; // the most query heads of a layer
     kvf_gpu_ask    ask() const;
     kvf_gpu_attend attend(const kvf_heads & heads) const;
 };
 
-// where the pieces are that are needed beside codes: by which layers choose, and by which codes are made and attended to
+// offsets of the buffers, other than codes, for choosing guests (first line) and for making and reading codes (last line)
 struct kvf_gpu_tables : kvf_gpu_places {
     explicit kvf_gpu_tables(const kvf_gpu_shape & shape);
 
     size_t   lse, parts, shares, tops, moves, n_moves, counts, table, records, blocks, guests;
-    uint32_t n_sum = 0; // values of keys or of value rows of a layer
+    uint32_t n_sum = 0; // the most elements of a K row or V row
     size_t   codes[2], layers, coders, sums, chunks, attended, passes, taken;
 };
 
 struct kvf_gpu_chooser : kvf_chooser, kvf_tenant {
-    // dev: null: host memory, in tests
+    // dev: null in tests, which use host memory
     kvf_gpu_chooser(kvf_fresh & fresh, kvf_kernels & gpu, ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft);
     ~kvf_gpu_chooser() override;
 
@@ -92,7 +92,7 @@ struct kvf_gpu_chooser : kvf_chooser, kvf_tenant {
     uint64_t n_fetched() override;
     uint64_t device_bytes() override { return fixed.size + coded.size; }
 
-    // the inputs of the kernels for a ubatch of so many tokens
+    // the input of the kernels for a ubatch of n_token tokens (kvf_gpu_ask)
     std::vector<int32_t> ask(uint32_t n_token) const;
 
 private:
@@ -111,14 +111,13 @@ private:
 
     kvf_gpu_coders coders(uint32_t layer, uint32_t n_layer) const;
 
-    void add_asker(std::vector<int32_t> & ask, llama_seq_id seq) const;
-    // the ask becomes an input of the graph that is being built, if it is not one yet. returns whether it was not
+    // make the ask an input of the graph that is being built. returns false if it already is one
     bool          add_words(ggml_context * ctx, llm_graph_result * res, uint32_t n_token);
     ggml_tensor * add(ggml_context * ctx, ggml_cgraph * gf, const char * name, uint32_t layer,
             void (*launch)(ggml_tensor *, void *), void * userdata, std::vector<ggml_tensor *> args = {});
 
     bool mine(uint32_t layer) const { return fresh.layers[layer].dev == dev; }
-    // that a layer of the model reads, if it is one of these; -1: it is not
+    // the layer of the cache that a layer of the model reads; -1: it reads none on this device
     int32_t read_by(int32_t il) const;
 
     ggml_backend_dev_t device() const { return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
@@ -135,30 +134,30 @@ private:
     const kvf_gpu_tables             in;
 
     std::vector<kvf_gpu_layer>             layers;
-    std::vector<kvf_gpu_guests>            all_guests; // [layer][sequence], as the device has them
-    std::vector<std::vector<const char *>> records;    // of each sequence, that the device knows
-    kvf_coarse_codes                       codes;      // what rows are divided by: the device has the others
-    std::vector<kvf_gpu_codes>             at[2];      // of keys and of values: [layer][sequence]
-    std::vector<kvf_gpu_attend>            attends;    // of each layer of the model
+    std::vector<kvf_gpu_guests>            all_guests; // [layer][sequence], a copy of the device's array
+    std::vector<std::vector<const char *>> records;    // of each sequence, as uploaded
+    kvf_coarse_codes                       codes;      // only the divisors: the codes themselves are on the device
+    std::vector<kvf_gpu_codes>             at[2];      // addresses of the codes of keys and of values [layer][sequence]
+    std::vector<kvf_gpu_attend>            attends;    // for each layer of the model
     kvf_gpu_occupy                         all = {};
 
-    kvf_gpu_memory        fixed;            // what is needed beside codes
-    kvf_gpu_memory        coded;            // codes, unless they are in the memory of panes
-    char *                base   = nullptr; // of codes
-    size_t                at_end = 0;       // bytes of them
-    bool                  lodges = false;   // they are in the memory of panes
-    bool                  here   = true;    // and not on the host
-    std::shared_ptr<char> away;             // where they are then
-    uint32_t              n_head = 0;       // of keys, of a layer at most
-    size_t                memory = 0;       // that a block shares which makes codes
+    kvf_gpu_memory        fixed;            // the buffers of kvf_gpu_tables
+    kvf_gpu_memory        coded;            // the codes, unless they lodge
+    char *                base   = nullptr; // the memory of the codes
+    size_t                at_end = 0;       // its size
+    bool                  lodges = false;   // the codes use the memory of panes
+    bool                  here   = true;    // the codes are in device memory
+    std::shared_ptr<char> away;             // their host memory while they are not
+    uint32_t              n_head = 0;       // the most key heads of a layer
+    size_t                memory = 0;       // shared memory of a block that encodes
 
     std::vector<std::unique_ptr<void, void (*)(void *)>> events;
     std::mutex                                           mutex;
-    std::unordered_map<const void *, const char *>       seen; // where the device has the records that are being put
+    std::unordered_map<const void *, const char *>       seen; // device addresses of the records that are being put
 
-    // of the graph that is being built: the ask; the last such nodes; and whose the latter is, until another layer waits for
-    // it
+    // while a graph is built: the ask, the last attend node, the last late choice, and that one's layer until another layer
+    // waits for it
     ggml_tensor *    words = nullptr, *attend = nullptr, *late = nullptr;
     kvf_gpu_attend * late_of = nullptr;
-    ggml_tensor      view    = {}; // of the fixed memory, for the scheduler
+    ggml_tensor      view    = {}; // a tensor in `fixed`, by which the scheduler finds the device
 };

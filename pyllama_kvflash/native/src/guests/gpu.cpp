@@ -1,4 +1,4 @@
-// guests in a GPU's memory (guests/fresh.cu), see guests/fresh.h
+// the guests of layers in a GPU's memory (kernels: guests/fresh.cu), see guests/fresh.h
 
 #include "guests/gpu-chooser.h"
 
@@ -6,13 +6,13 @@
 
 namespace {
 
-// guests of a layer that a token exchanges: more come no closer where they are chosen for the next one, and take the time of
-// a bus
+// the most guests of a layer that a token exchanges. they are chosen for the next token, and more would not improve its
+// attention, but take time on the bus
 constexpr uint32_t MOST_LATE = 8;
 
 kvf_kernels * g_host_kernels = nullptr;
 
-// the words of an ask, as an input of the graph
+// the ask as an input of the graph
 struct ask_input : llm_graph_input_i {
     ask_input(const kvf_gpu_chooser & chooser, ggml_tensor * words, uint32_t n_token) :
         chooser(chooser), words(words), n_token(n_token) {}
@@ -58,7 +58,7 @@ kvf_gpu_chooser::kvf_gpu_chooser(
     gpu.upload(all_guests[0].table, none.data(), none.size() * sizeof(int32_t));
     gpu.upload(fixed.at(in.guests), all_guests.data(), all_guests.size() * sizeof(all_guests[0]));
 
-    // a tensor that is there already: what is computed "in its place" is computed on its device
+    // an allocated tensor: the scheduler computes a node that is "in place" of it on its device
     view.type   = GGML_TYPE_F32;
     view.buffer = fixed.buf.get();
     view.data   = fixed.at();
@@ -96,7 +96,7 @@ kvf_gpu_ask kvf_gpu_shape::ask() const {
     return {std::max(n_seq, kvf_fresh::MOST_ASKING), n_seq, n_block(), n_record() * (n_chunk / kvf_fresh::UNIT)};
 }
 
-// as far as the sizes of its scratch memory depend on it
+// only the fields that determine the sizes of its scratch memory
 kvf_gpu_attend kvf_gpu_shape::attend(const kvf_heads & heads) const {
     kvf_gpu_attend res = {};
     res.p.n_head_kv    = heads.n_kv;
@@ -106,7 +106,7 @@ kvf_gpu_attend kvf_gpu_shape::attend(const kvf_heads & heads) const {
         auto & to = res.coding[kind];
         to.d      = kind && heads.n_embd_v ? heads.n_embd_v : heads.n_embd;
         to.width  = GGML_PAD(to.d, 16);
-        to.n_bit  = 2; // sums of 4 bits take no more
+        to.n_bit  = 2; // 4 bits need no more memory
     }
     return res;
 }
@@ -120,7 +120,7 @@ kvf_gpu_tables::kvf_gpu_tables(const kvf_gpu_shape & shape) {
         n_sum        = std::max(n_sum, heads.n_kv * std::max(heads.n_embd, heads.n_embd_v));
         of_part      = std::max<size_t>(of_part, a.part_size());
         of_passes    = std::max(of_passes, (size_t) heads.n_kv * a.n_pass(kvf_gpu_attend::MOST_TOKEN) * a.pass_size());
-        of_taken     = kvf_gpu_attend::MOST_TOKEN * a.n_word() * sizeof(uint32_t); // alike in all layers
+        of_taken     = kvf_gpu_attend::MOST_TOKEN * a.n_word() * sizeof(uint32_t); // the same for all layers
     }
     lse     = take(sizeof(float) * n_query * ask.n_unit);
     parts   = take(2 * sizeof(float) * n_query * KVF_GPU_PARTS);
@@ -286,7 +286,7 @@ std::vector<int32_t> kvf_gpu_chooser::ask(uint32_t n_token) const {
             token[T::SEQ]   = seq;
             token[T::POS]   = s.pos[i];
         }
-        // fewer ask where many sequences do
+        // with many sequences, fewer tokens of each choose
         const size_t room = std::max<size_t>(1, its.n_asker / n_seq), n = s.n_fill ? std::min(room, s.asking.size()) : 0;
         for (size_t i = 0; i < n; ++i) {
             const uint32_t row = s.asking[(i + 1) * s.asking.size() / n - 1].first;
@@ -301,7 +301,7 @@ std::vector<int32_t> kvf_gpu_chooser::ask(uint32_t n_token) const {
         int32_t * blocks = to + A::LEN_SEQ;
         std::copy(s.blocks.begin(), s.blocks.end(), blocks);
 
-        // common cells: positions one after the other in a block
+        // common cells: runs of consecutive positions within a block
         int32_t * common = blocks + its.n_block;
         for (const auto & [pos, cell] : s.cells) {
             int32_t * last = common + A::LEN_COMMON * (to[A::N_COMMON] - 1);

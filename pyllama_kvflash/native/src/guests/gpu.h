@@ -11,51 +11,53 @@
 
 struct ggml_tensor;
 
-// The interface between guests/gpu.cpp (in the library llama) and guests/fresh.cu (in the library of a GPU's backend).
-// All pointers are the device's, unless stated otherwise.
+// The interface between guests/gpu.cpp (in libllama) and guests/fresh.cu (in the library of the GPU's backend). All pointers
+// are device addresses, unless stated otherwise.
 
-// how a layer's rows lie in its cache and in a record. size: bytes of a unit; a unit's rows of V are n_run pieces
+// the layout of a layer's K rows or V rows in the cache and in a record. the rows of a unit are n_run contiguous runs
 struct kvf_gpu_rows {
     static constexpr uint32_t PIECE = 2048; // bytes that a warp copies at once
 
     char *   data;
-    uint64_t size;       // of a run of a unit
-    uint32_t n_run;      // 1, or one of each value where V is transposed
-    uint64_t stride;     // from run to run: in the cache
-    uint64_t offs;       // in a record: where the first unit begins
-    uint64_t stride_rec; // from run to run
+    uint64_t size;       // bytes of a run
+    uint32_t n_run;      // 1; for transposed V one for each element of a row; 0: there are no rows
+    uint64_t stride;     // from run to run in the cache
+    uint64_t offs;       // offset of the first unit in a record
+    uint64_t stride_rec; // from run to run in a record
 };
 
 // the guests of a layer and a sequence
 struct kvf_gpu_guests {
-    int32_t *            table;   // [n_slot]
+    int32_t *            table;   // the unit in each slot [n_slot]; -1: the slot is empty
     const char * const * records; // of all chunks
 };
 
-// the inputs of the kernels for a ubatch, as words: askers first, then each sequence's own
+// The ask: the input of the kernels for a ubatch, as 32-bit words. It has LEN words; LEN_ASKER words for each token that
+// chooses (an asker); and for each sequence LEN_SEQ words, its guest blocks, its runs of common cells, and a bit for each
+// unit, set if the unit is common.
 struct kvf_gpu_ask {
     enum { N_ASKER, LEN };
     enum { SEQ, ROW, LEN_ASKER };
     enum { N_UNIT, N_FILL, N_COMMON, LEN_SEQ };
-    enum { CELL, FIRST, N, LEN_COMMON };
+    enum { CELL, FIRST, N, LEN_COMMON }; // a run: its first cell, the position there, and its length
 
-    uint32_t n_asker, n_seq, n_block, n_unit; // the most of each
+    uint32_t n_asker, n_seq, n_block, n_unit; // the most of each, for which the ask has room
 
     KVF_BOTH uint32_t seq_size() const { return LEN_SEQ + n_block + LEN_COMMON * n_block + (n_unit + 31) / 32; }
     KVF_BOTH uint32_t size() const { return LEN + LEN_ASKER * n_asker + n_seq * seq_size(); }
 };
 
-// what may come or go, and by which it is chosen
+// a unit or slot, and the key that it is sorted by
 struct kvf_pair {
     uint32_t key, what;
 };
 
-// where a unit goes
+// a unit to fetch, and its slot
 struct kvf_move {
     uint32_t slot, unit;
 };
 
-// [n_head][d], of each token
+// queries [n_token][n_head][d]. head, row: strides in bytes from head to head, and from token to token
 struct kvf_gpu_queries {
     const char * data; // null: there are none
     uint64_t     head, row;
@@ -64,45 +66,45 @@ struct kvf_gpu_queries {
 struct kvf_gpu_layer {
     uint32_t     n_head, n_head_kv, d, n_chunk, n_slot, n_exchange;
     float        scale, cap;
-    kvf_gpu_rows k, v; // v.n_run: 0: there is none
+    kvf_gpu_rows k, v; // v.n_run is 0 if the layer stores no V
     kvf_gpu_ask  ask;
 
     const kvf_gpu_guests * guests; // of each sequence
 
-    // scratch, of all layers
-    float *    lse;   // [n_asker][n_head][n_unit]
-    float *    parts; // [n_asker][n_head][KVF_GPU_PARTS][2]
-    int32_t *  keys;  // [n_seq][n_unit]: by which units are compared
-    int32_t *  tops;  // [n_seq][n_unit/4 and one]: the largest ones
-    kvf_move * moves; // [n_slot]: what `fetch` below is to do
+    // scratch, shared by all layers
+    float *    lse;   // log2 of the sum of each unit's weights [n_asker][n_head][n_unit]
+    float *    parts; // top and sum of each part [n_asker][n_head][KVF_GPU_PARTS][2]
+    int32_t *  keys;  // the sort keys of units, from their shares [n_seq][n_unit]
+    int32_t *  tops;  // the largest key of every 4 units [n_seq][n_unit/4 + 1]
+    kvf_move * moves; // the work of kvf_gpu::fetch [n_slot]
     uint32_t * n_moves;
     uint64_t * n_fetched;
 
-    uint32_t * n_arrived; // blocks at the place where they wait for each other
-    uint32_t * n_met;     // how often they all were
+    uint32_t * n_arrived; // blocks that wait at the barrier of the grid
+    uint32_t * n_met;     // barriers passed so far
 };
 
-static constexpr uint32_t KVF_GPU_PARTS = 512; // blocks of a head, at most
+static constexpr uint32_t KVF_GPU_PARTS = 512; // the most parts of a head
 
-// the type of a layer's keys, or values
+// the type of a layer's keys or values
 struct kvf_gpu_type {
     int32_t  type;
-    uint32_t d, block, block_size; // values of a head; those that are quantised together, and their bytes
+    uint32_t d, block, block_size; // elements of a head, elements of a quantisation block, bytes of such a block
 };
 
-// bytes of a row that have a head's values, whole blocks of them: from where on, and how many
+// the bytes of a row that hold a head, as whole quantisation blocks: returns their offset; n is their number
 static inline KVF_BOTH uint32_t piece_of(const kvf_gpu_type & its, uint32_t head, uint32_t & n) {
     const uint32_t first = head * its.d / its.block, last = ((head + 1) * its.d + its.block - 1) / its.block;
     n = (last - first) * its.block_size;
     return first * its.block_size;
 }
 
-// how the rows of a layer are coded: its keys, or its values. see kvf_codes
+// the format of the codes of a layer's keys or values, see kvf_codes
 struct kvf_gpu_coding {
     uint32_t n_head, d, width, n_bit, n_rot;
 };
 
-// codes of a layer and a sequence, as they lie in kvf_codes
+// the codes of a layer and a sequence, in the layout of kvf_codes
 struct kvf_gpu_codes {
     uint8_t *     codes;
     uint16_t *    scales;
@@ -110,33 +112,33 @@ struct kvf_gpu_codes {
     const float * factors; // kvf_codes::get_factors()
 };
 
-// how the codes of a layer's keys, or values, are made of its rows in records: kvf_codes::put()
+// encodes a layer's keys or values from records, as kvf_codes::put() does
 struct kvf_gpu_coder : kvf_gpu_type {
-    kvf_gpu_coding        coding; // n_head: 0: there are none
+    kvf_gpu_coding        coding; // n_head is 0 if there is nothing to encode
     const kvf_gpu_codes * codes;  // of each sequence
 
-    bool     by_value;     // the positions of a value are next to each other, rather than the values of a position
-    uint64_t offs, stride; // from row to row, or from value to value
+    bool     by_value;     // transposed: the positions of an element are adjacent, rather than the elements of a position
+    uint64_t offs, stride; // offset in a record; bytes from row to row, or if transposed from element to element
 
-    uint32_t n_half; // levels of a sign
-    float    step;   // from level to level, of a standard deviation
+    uint32_t n_half; // levels on each side of 0
+    float    step;   // between levels, in standard deviations
 };
 
-// of some layers: keys and values
+// the encoders of some layers, of keys and values alternately
 struct kvf_gpu_coders {
-    const kvf_gpu_coder * at; // the device's
+    const kvf_gpu_coder * at;
     uint32_t              n, n_head;
-    size_t                memory; // that a block shares
+    size_t                memory; // shared memory of a block
 };
 
-// records of n chunks. records: the device's, of pointers that it can read
+// n consecutive chunks, each with a device address of its record
 struct kvf_gpu_chunks {
     const char * const * records;
     uint32_t             n_chunk, n;
 };
 
-// Some rows of chunks first to end, which are counted from the first record on, and belong to one segment. None: its mean is
-// that of the segment before
+// a sample of a segment's rows: every `every`-th row of chunks [first, end), counted from the first chunk that is being put.
+// an empty sample means that the segment takes the mean of the one before
 struct kvf_gpu_sampled {
     uint32_t segment, first, end, every;
 
@@ -144,125 +146,132 @@ struct kvf_gpu_sampled {
     KVF_BOTH uint32_t n(uint32_t n_chunk) const { return (end - first) * of_chunk(n_chunk); }
 };
 
-// attention by codes. a part is what some blocks of positions give a query: the largest logit, the sum of the weights
-// relative to it, and the values by these weights
+// Attention by codes. The positions of a query are divided into parts. The result of a part is its largest logit, the sum of
+// its weights relative to that, and the sum of values by these weights.
 struct kvf_gpu_attend {
-    static constexpr uint32_t COLUMNS = 8;      // queries that share a pass over the codes
-    enum { SEQ, POS, ASKER, LEN_TOKEN };        // of each token, after the ask. SEQ: -1: nothing is outside
-    static constexpr uint32_t MOST_BLOCK = 528; // which attend
-    static constexpr uint32_t MOST_PART = 128, MOST_ROW_PART = 1024; // of a query, and of all tokens
-    static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 8;        // at once
-    static constexpr uint32_t MOST_WHOLE = 16; // tokens of a batch, for which the pool is attended to here
-    static constexpr uint32_t AT_ONCE    = 64; // values of a head that are summed at once
+    static constexpr uint32_t COLUMNS = 8;      // queries of a pass
+    enum { SEQ, POS, ASKER, LEN_TOKEN };        // words for each token, after the ask. SEQ -1: nothing is outside the pool
+    static constexpr uint32_t MOST_BLOCK = 528; // the most blocks of kvf_attend
+    static constexpr uint32_t MOST_PART = 128, MOST_ROW_PART = 1024; // parts of a query, and of a head over all tokens
+    static constexpr uint32_t MOST_TOKEN = MOST_ROW_PART / 8;        // the most tokens of a launch
+    static constexpr uint32_t MOST_WHOLE = 16; // the most tokens of a ubatch for which `whole` may be set
+    static constexpr uint32_t AT_ONCE    = 64; // elements of a V row that are summed at once
 
-    kvf_gpu_layer         p;     // the pool, and how the layer chooses
-    uint32_t              share; // queries of a head of keys
+    kvf_gpu_layer         p;     // the pool, and the buffers for choosing
+    uint32_t              share; // query heads of a key head
     kvf_gpu_coding        coding[2];
-    const kvf_gpu_codes * codes[2]; // of keys and of values, of each sequence
-    // scratch: [token][n_head][n_part][part_size()], MOST_ROW_PART in all; [pass][pass_size()]; [token][n_word()]: units
-    // that the pool has, a bit each
+    const kvf_gpu_codes * codes[2]; // of keys and of values, for each sequence
+    // scratch: parts [token][n_head][n_part][part_size()], at most MOST_ROW_PART for each head; passes [pass][pass_size()];
+    // and a bit for each unit that the pool has [token][n_word()]
     float *    parts;
     char *     passes;
     uint32_t * taken;
-    struct : kvf_gpu_type { // of the pool's keys, and of its values
-        uint32_t room;      // of a head's bytes and those around them that are aligned, from row to row in other banks
+    struct : kvf_gpu_type { // the keys and the values of the pool
+        uint32_t room;      // bytes from row to row in shared memory: an aligned head, padded to avoid bank conflicts
     } rows[2];
     uint32_t n_warp; // of a block
     bool     chooses, by_head;
-    bool     whole;       // the pool is attended to, too, in place of the library's attention
-    void *   events;      // see `events` below
-    bool     late_beside; // what it chooses is chosen beside the nodes that come then
-    void *   after;       // events of such a layer before this one; null: there is none
+    bool     whole;       // also attend to the pool, in place of llama.cpp's attention
+    void *   events;      // see kvf_gpu::events
+    bool     late_beside; // the late choice of this layer runs beside the nodes after it
+    void *   after;       // events of the earlier layer whose late choice this one waits for; null: there is none
 
-    // sums of a query, and floats of a part with them
-    KVF_BOTH uint32_t n_value() const { // of whole words
+    // floats of a sum of values, and of a part
+    KVF_BOTH uint32_t n_value() const { // in whole words of codes
         const uint32_t each = AT_ONCE * 4 / coding[1].n_bit;
         return (coding[1].width + each - 1) / each * each;
     }
     KVF_BOTH uint32_t part_size() const { return 2 + n_value(); }
 
-    // A pass is of COLUMNS queries, or fewer, that share a head of keys: those of a token, then those of the next one. bytes
-    // of what its blocks need of them, prepared: words of products of n_step() times 32 values of a key; halves for products
-    // with the pool's; [COLUMNS]: by what products are multiplied, and what is taken off them before; [segment][COLUMNS]:
-    // products with the means of segments
-    KVF_BOTH uint32_t n_pass(uint32_t n_token) const { return (n_token * share + COLUMNS - 1) / COLUMNS; } // of a head
+    // A pass has up to COLUMNS queries that share a key head: those of a token, then those of the next one. pass_size() is
+    // the bytes of its prepared queries: bytes for n_step() products of 32 elements; halves for products with the pool's
+    // keys; the scale of the products and the number to subtract before, each [COLUMNS]; and products with the means of
+    // segments [n_segment()][COLUMNS]
+    KVF_BOTH uint32_t n_pass(uint32_t n_token) const { return (n_token * share + COLUMNS - 1) / COLUMNS; } // of a key head
     KVF_BOTH uint32_t n_step() const { return (coding[0].width + 127) / 128 * 4; }
     KVF_BOTH uint32_t n_segment() const { return (p.ask.n_unit + 255) / 256; }
-    KVF_BOTH uint32_t n_plain() const { return (coding[0].d + 15) / 16 * 32; } // times four halves
+    KVF_BOTH uint32_t n_plain() const { return (coding[0].d + 15) / 16 * 32; } // groups of four halves
     KVF_BOTH uint32_t pass_size() const { return (n_step() * 32 + n_plain() + (2 + n_segment()) * 4) * COLUMNS; }
     KVF_BOTH uint32_t n_word() const { return (p.ask.n_unit + 31) / 32; }
 
-    // of a batch of so many
+    // the parts of a query, for a ubatch of n_token tokens
     KVF_BOTH uint32_t n_part(uint32_t n_token) const {
         const uint32_t n_block = MOST_BLOCK / (p.n_head_kv * n_pass(1));
         const uint32_t room    = MOST_ROW_PART / (n_token < MOST_TOKEN ? n_token : MOST_TOKEN);
         const uint32_t n       = n_block < room ? n_block : room;
         return n < 2 ? 2 : n > MOST_PART ? MOST_PART : n;
     }
-    // of these, what positions outside the pool have, by their codes: no more than have them done in the same time. its: of
-    // a sequence's ask. cells: of the pool that take as long as codes of 128 positions
+    // the parts for positions outside the pool, so many that they take as long as the parts for the pool. its: the
+    // sequence's words of the ask. cells: pool cells that take as long as the codes of 128 positions
     KVF_BOTH uint32_t n_far(const int32_t * its, uint32_t n_part) const {
         const uint32_t cells = whole ? 40 : 80, far = (its[kvf_gpu_ask::N_UNIT] + 7) / 8;
         const uint32_t near   = 1 + (its[kvf_gpu_ask::N_COMMON] * p.n_chunk + its[kvf_gpu_ask::N_FILL] * 16) / cells;
         uint32_t       n      = (far * n_part + (far + near) / 2) / (far + near);
         n                     = n < 1 ? 1 : n >= n_part ? n_part - 1 : n;
         const uint32_t n_pair = (its[kvf_gpu_ask::N_UNIT] + 1) / 2, most = n_pair < n_warp ? 1 : n_pair / n_warp;
-        return n_pair == 0 ? 0 : n < most ? n : most; // a warp has 32 positions, or more
+        return n_pair == 0 ? 0 : n < most ? n : most; // each warp has a pair of units, or more
     }
 };
 
-// layers of which slots may be free
+// the arguments of the occupy node
 struct kvf_gpu_occupy {
-    const kvf_gpu_layer * layers; // the device's
+    const kvf_gpu_layer * layers;
     uint32_t              n_layer, n_seq;
-    size_t                memory; // that a block shares
+    size_t                memory; // shared memory of a block
 };
 
-// the functions, which run on a stream of their own
+// The functions of a GPU. Those with `on` work on the device of that address. All but the nodes run on a stream of their
+// own.
 struct kvf_gpu {
-    // of a node of the graph: n_tasks that says so, and what is called in place of its function
+    // n_tasks of a custom node that launches kernels: the backend calls its function with the backend's context
     static constexpr int32_t LAUNCHES = -256;
 
-    // dst->src: scratch, q, the ask: the layer attends to its codes. on: the backend's context. what the attention gave,
-    // this one, the ask, q, and maybe sinks: the two become one. scratch, this, the ask: the layer chooses for the next
-    // token
+    // The nodes. on: the backend's context.
+    // attend to the codes. dst->src: scratch, q, the ask
     void (*attend)(ggml_tensor * dst, void * on);
+    // combine the results of both attentions. dst->src: that of llama.cpp (with `whole`: the mask), attend, the ask, q, and
+    // the sinks if there are any
     void (*mix)(ggml_tensor * dst, void * on);
+    // choose guests for the next token. dst->src: scratch, mix, the ask
     void (*choose_late)(ggml_tensor * dst, void * on);
-    // slots that are free, or have what is common, get any other units. userdata: the first of n_layer layers
+    // give slots that are empty, or whose unit has become common, any other unit, in all layers
     void (*occupy)(ggml_tensor * dst, void * on);
-    bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block of the GPU on which this lies has the memory
-    uint32_t (*attend_warps)(const kvf_gpu_attend & a, const void * on); // kvf_gpu_attend::n_warp; 0: this GPU cannot
-    size_t (*shared_size)(const kvf_gpu_layer & l);                      // bytes that a block shares which chooses
 
-    // what orders nodes that run beside others, for the device on which this lies
+    bool (*fits)(const kvf_gpu_layer & l, const void * on); // whether a block has enough shared memory to choose
+    uint32_t (*attend_warps)(const kvf_gpu_attend & a, const void * on); // kvf_gpu_attend::n_warp; 0: this GPU cannot attend
+    size_t (*shared_size)(const kvf_gpu_layer & l);                      // shared memory of a block that chooses
+
+    // make the events that order nodes of a layer that run beside others; free them
     void * (*events)(const void * on);
     void (*forget)(void * events);
 
     void (*upload)(void * dst, const void * src, size_t size);
     void (*download)(void * dst, const void * src, size_t size);
-    const char * (*pinned)(const char * host); // where the device sees this, null: nowhere
+    const char * (*pinned)(const char * host); // the device address of pinned host memory; null: it is not pinned
 
-    // sums of rows and of squares to dst [n_coder][n_value][2]; a segment's means by such sums of n rows, or those of the
-    // segment before; the codes of a sequence's units from `first` on; the memory that a block takes
+    // sum a sample's rows, and their squares -> dst [n_coder][n_value][2]
     void (*sum_rows)(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
             uint32_t n_value);
+    // compute a segment's means from such sums of n rows; n 0: copy the means of the segment before
     void (*make_means)(const kvf_gpu_coders & coders, uint32_t seq, uint32_t segment, const double * sums, uint32_t n_value,
             uint32_t n);
+    // encode a sequence's chunks, whose first unit is `first`
     void (*encode_rows)(const kvf_gpu_coders & coders, const kvf_gpu_chunks & from, uint32_t seq, uint32_t first);
+    // the shared memory of a block that encodes
     size_t (*coder_memory)(const kvf_gpu_coder & coder);
     // fill n rows of `width` bytes with a byte
     void (*fill)(void * dst, int value, size_t stride, size_t width, size_t n);
-    // fetch what l.moves says, of one sequence. blocks: its guests'
+    // fetch the units in l.moves, of one sequence. blocks: its guest blocks
     void (*fetch)(const kvf_gpu_layer & l, uint32_t seq, const int32_t * blocks);
-    void (*wait)(const void * on); // for these functions, on the device where this lies
+    // wait for the functions above
+    void (*wait)(const void * on);
 };
 
 // in the backend's library
 extern "C" {
 const kvf_gpu * kvflash_gpu(void);
 
-// a custom node whose function launches kernels: whether it is one, and do it
+// whether a node's function launches kernels (kvf_gpu::LAUNCHES); and call that function
 bool kvflash_launches(const struct ggml_tensor * node);
 void kvflash_launch(struct ggml_tensor * node, void * on);
 }

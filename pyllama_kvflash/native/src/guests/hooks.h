@@ -1,6 +1,6 @@
 #pragma once
 
-// Hooks in the CUDA backend (patch 0005), which HIP and MUSA compile, too: without kernels of ours there.
+// Hooks in the CUDA backend (patch 0005). HIP and MUSA compile them, too, but without our kernels.
 
 #include <string.h>
 
@@ -14,8 +14,8 @@ static bool kvflash_launches(const ggml_tensor *) { return false; }
 static void kvflash_launch(ggml_tensor *, void *) {}
 #endif
 
-// pins memory that is in use already. cudaMallocHost would hold up the launches of other threads for as long as it takes to
-// get the memory from the system
+// pin memory that is already allocated. cudaMallocHost() would block the launches of other threads until the system has
+// provided the memory
 static bool kvflash_host_register(void * ptr, size_t size) {
     const cudaError_t err = cudaHostRegister(ptr, size, cudaHostRegisterPortable);
     if (err != cudaSuccess) { (void) cudaGetLastError(); }
@@ -26,7 +26,7 @@ static void kvflash_host_unregister(void * ptr) {
     if (cudaHostUnregister(ptr) != cudaSuccess) { (void) cudaGetLastError(); }
 }
 
-// a function by its name, as ggml_backend_reg_get_proc_address() finds it; null: not one of these
+// look up a hook by name, for ggml_backend_reg_get_proc_address(); null: there is no such hook
 static void * kvflash_function(const char * name) {
 #ifdef KVFLASH_KERNELS
     if (strcmp(name, "kvflash_gpu") == 0) { return (void *) kvflash_gpu; }

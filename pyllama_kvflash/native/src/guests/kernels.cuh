@@ -1,6 +1,6 @@
 #pragma once
 
-// what all kernels have in common
+// shared by all kernels
 
 #include "guests/gpu.h"
 
@@ -10,21 +10,21 @@
 
 static constexpr uint32_t UNIT = 16; // as in kvf_fresh
 
-// registers that a thread has, at most, where the compiler takes the number: else what a multiprocessor has for one block
+// limit the registers of a thread; for older compilers, only to those that a multiprocessor has for one block
 #if CUDART_VERSION >= 12040
 #define KVF_BOUNDS(n_thread, n_register) __maxnreg__(n_register)
 #else
 #define KVF_BOUNDS(n_thread, n_register) __launch_bounds__(n_thread)
 #endif
 
-// what a block shares, whatever the kernel
+// the shared memory of a block
 extern __shared__ uint4 kvf_shared[];
 
 template <typename T> static inline __device__ T & shared(size_t offset = 0) {
     return *(T *) ((char *) kvf_shared + offset);
 }
 
-// at_once: all blocks run at the same time
+// launch a kernel. at_once: cooperatively, so that all blocks run at the same time
 template <typename... P, typename... A>
 static void launch(
         void (*kernel)(P...), dim3 grid, dim3 block, size_t memory, cudaStream_t stream, bool at_once, A &&... args) {
@@ -43,7 +43,8 @@ static void launch(
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<A>(args)...));
 }
 
-// its blocks may begin before the kernel ahead has ended, and wait for that with ggml_cuda_pdl_sync()
+// launch a kernel whose blocks may begin before the kernel ahead has ended; they wait for its end by ggml_cuda_pdl_sync()
+// (programmatic dependent launch)
 template <typename... P, typename... A>
 static void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t memory, cudaStream_t stream, A &&... args) {
     if (memory > 48 << 10) { CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory)); }
@@ -51,7 +52,7 @@ static void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, size_t mem
 }
 
 //
-// keys, of all types of a cache
+// rows of all cache types
 //
 
 static inline __device__ float key_value(int32_t type, const char * row, uint32_t i) {
@@ -90,7 +91,7 @@ static inline __device__ float key_value(int32_t type, const char * row, uint32_
     return 0;
 }
 
-// n bytes, by n_thread threads
+// copy n bytes; n_thread threads share the work, and this is number `thread`
 static inline __device__ void copy_bytes(char * dst, const char * src, uint64_t n, uint32_t thread, uint32_t n_thread) {
     const uint64_t all = (uint64_t) dst | (uint64_t) src | n;
     if (all % 16 == 0) {
@@ -110,7 +111,7 @@ static inline __device__ void copy_bytes(char * dst, const char * src, uint64_t 
     }
 }
 
-// bytes of a piece_of() a row, at most, and as it lies in shared memory
+// the shared memory for a piece_of() a row, in bytes
 static KVF_BOTH uint32_t piece_room(const kvf_gpu_type & its) {
     return GGML_PAD((its.d / its.block + 2) * its.block_size, 16);
 }
@@ -123,25 +124,25 @@ static kvf_gpu_queries queries(const ggml_tensor * q) { // [d, n_head, n_tokens]
     return q ? kvf_gpu_queries{(const char *) q->data, q->nb[1], q->nb[2]} : kvf_gpu_queries{};
 }
 
-// of a layer of the model: what runs beside other nodes
+// the beginning and the end of a layer's work beside other nodes
 struct kvf_events {
     cudaEvent_t forked, done;
 };
 
-static constexpr int KVF_BESIDE = 1; // the backend's stream for them
+static constexpr int KVF_BESIDE = 1; // the index of the backend's stream for such work
 
-// of guests/fresh.cu
-size_t       kvf_shared_most(const void * on); // bytes of memory that a block shares, at most
-cudaStream_t kvf_stream_on(const void * on);   // a stream of ours, of the device on which this lies
+// guests/fresh.cu
+size_t       kvf_shared_most(const void * on); // the most shared memory of a block, in bytes
+cudaStream_t kvf_stream_on(const void * on);   // our stream on the device of this address, which becomes current
 
-// of coarse/attend.cu
+// coarse/attend.cu
 void kvf_attend_node(ggml_tensor * dst, void * on);
 void kvf_mix_node(ggml_tensor * dst, void * on);
 void kvf_late_node(ggml_tensor * dst, void * on);
 void kvf_occupy_node(ggml_tensor * dst, void * on);
 uint32_t kvf_attend_warps(const kvf_gpu_attend & a, const void * on);
 
-// of coarse/encode.cu
+// coarse/encode.cu
 void kvf_sum_rows_of(const kvf_gpu_coders & c, const kvf_gpu_chunks & from, const kvf_gpu_sampled & some, double * dst,
         uint32_t n_value);
 void kvf_make_means_of(const kvf_gpu_coders & c, uint32_t seq, uint32_t segment, const double * sums, uint32_t n_value,

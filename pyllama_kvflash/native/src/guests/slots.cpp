@@ -1,4 +1,4 @@
-// the slots of guests on the CPU, see guests/slots.h
+// guests of layers in host memory, see guests/slots.h
 
 #include "guests/slots.h"
 
@@ -44,7 +44,8 @@ void kvf_host_chooser::choose(llama_seq_id seq, uint32_t i_layer, const std::vec
             in.push_back(slot);
         }
     }
-    // free slots are filled, or else guests are exchanged. then only those count that are better than one: a few
+    // free slots are filled; if there are none, guests are exchanged. only the few units that beat the worst guest count
+    // then
     const auto n_free = s.n_fill - in.size();
     float      least  = n_free ? -1 : std::numeric_limits<float>::infinity();
     for (size_t i = 0; i < in.size() && !n_free; ++i) {
@@ -55,7 +56,7 @@ void kvf_host_chooser::choose(llama_seq_id seq, uint32_t i_layer, const std::vec
         if (!taken[u] && score[u] > least) { out.push_back(u); }
     }
 
-    // the best first; of equals the later one, because it is nearer
+    // the best unit first. among equals the later one is better, because it is nearer
     const auto better = [&](uint32_t a, uint32_t b) { return score[a] != score[b] ? score[a] > score[b] : a > b; };
     const auto n_best = std::min<size_t>(out.size(), n_free ? n_free : fresh.its.n_exchange);
     std::partial_sort(out.begin(), out.begin() + n_best, out.end(), better);

@@ -4,7 +4,7 @@
 
 #include <atomic>
 
-// Choosing on the CPU: which units are in the slots of each layer, and how their rows come there.
+// The guests of layers in host memory: the units in the slots of each layer, and the copies of their rows.
 struct kvf_host_chooser : kvf_chooser {
     explicit kvf_host_chooser(kvf_fresh & fresh);
 
@@ -15,8 +15,9 @@ struct kvf_host_chooser : kvf_chooser {
     uint64_t             device_bytes() override { return 0; }
 
 protected:
-    // Decide which units come to a layer: they fill its free slots, or else are exchanged for guests with a smaller score,
-    // [n_unit]. A slot is free until fetch_chosen() has been called for the layer, on all threads or on one
+    // begin_choice(), then choose() for each sequence: choose the units that enter a layer. they fill its free slots, or if
+    // there are none, replace guests with a lower score. score: [n_unit]. their slots count as free until all threads have
+    // called fetch_chosen(), which copies the rows
     void begin_choice() { chosen.clear(); }
     void choose(llama_seq_id seq, uint32_t layer, const std::vector<float> & score);
     void fetch_chosen(uint32_t layer, int ith, int nth);

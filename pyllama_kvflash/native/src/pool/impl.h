@@ -125,21 +125,20 @@ struct kvf_layer_tensors {
 bool                kvf_computes(const ggml_tensor * t);
 const ggml_tensor * kvf_root(const ggml_tensor * t);
 
-// Panes hold a few layers of a full-attention cache at a time. The first n_pane - 2 layers of a device have a pane each; the
-// others take turns in the last two. While one of them is computed, the next one is copied into the other pane. The graph is
-// launched in pieces that end where a layer's turn ends (on_node), so that the next layer can have its pane. Copies and
-// computation wait for each other on the device; the host waits for neither. So several devices work at once, each on
-// another batch.
-//
-// Between batches, a tenant may use the memory of the panes: the codes of a pool (coarse/gpu-coarse.cpp).
+// A user of the memory of panes between exact batches: the codes of a pool (coarse/gpu-coarse.cpp).
 struct kvf_tenant {
-    // a batch begins, and overwrites the memory
+    // give the memory back, because a batch begins
     virtual void leave() = 0;
 
 protected:
     ~kvf_tenant() = default;
 };
 
+// Panes hold a few layers of a full-attention cache at a time. The first n_pane - 2 layers of a device have a pane each; the
+// others take turns in the last two. While one of them is computed, the next one is copied into the other pane. The graph is
+// launched in pieces that end where a layer's turn ends (on_node), so that the next layer can have its pane. Copies and
+// computation wait for each other on the device; the host waits for neither. So several devices work at once, each on
+// another batch.
 struct kvf_panes {
     explicit kvf_panes(const kvf_pane_params & params) : params(params) {}
     ~kvf_panes();
@@ -179,7 +178,7 @@ struct kvf_panes {
     void clear(const char * memory);
 
     const kvf_pane_params params;
-    kvf_tenant *          tenant = nullptr;
+    kvf_tenant *          tenant = nullptr; // null: none
 
 private:
     static constexpr size_t MAX_AHEAD = 4; // most batches under way: the scheduler has 4 copies of its inputs

@@ -12,7 +12,7 @@
 
 static constexpr llama_state_seq_flags PARTIAL = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
 
-// needed because upstream would write all cells of a plain cache, which has no partial state
+// a plain cache has no partial state, but llama.cpp would write all its cells
 static bool has_partial(llama_context * ctx) { return llama_kvflash::has_partial(ctx->get_memory()); }
 
 ggml_tensor kvf_bytes(const ggml_tensor * t, size_t offset, size_t n) {
@@ -37,7 +37,7 @@ struct piece {
     ggml_tensor view(size_t n) const { return kvf_bytes(tensor, offset, n); }
 };
 
-// collects where the tensors of a state are, instead of their contents
+// collects the addresses of a state's tensors, instead of their contents
 struct places : llama_io_write_i {
     void write(const void * src, size_t size) override {
         bytes.insert(bytes.end(), (const char *) src, (const char *) src + size);
@@ -51,7 +51,7 @@ struct places : llama_io_write_i {
     std::deque<piece> pieces;
 };
 
-// reads a state from these places, from device to device
+// reads a state from these addresses, from device to device
 struct copies : llama_io_read_i {
     explicit copies(places & from) : from(from) {}
 

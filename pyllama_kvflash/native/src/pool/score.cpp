@@ -12,10 +12,7 @@
 
 // bf16 is the upper half of a float
 static inline __attribute__((always_inline)) void widen(const uint16_t * src, lanes_f & dst) {
-    lanes_h h;
-    memcpy(&h, src, sizeof(h));
-    const lanes_u u = __builtin_convertvector(h, lanes_u) << 16;
-    memcpy(&dst, &u, sizeof(dst));
+    dst = (lanes_f) (__builtin_convertvector(vector_at<lanes_h>(src), lanes_u) << 16);
 }
 
 // multiply G queries of d floats with the LANES rows of a panel
@@ -116,20 +113,14 @@ static inline __attribute__((always_inline)) float sum_exponentials(float * x, u
 
     lanes_f most = lanes_f{} - std::numeric_limits<float>::infinity();
     for (uint32_t i = 0; i < n_pad; i += LANES) {
-        lanes_f a;
-        memcpy(&a, x + i, sizeof(a));
-        most = a > most ? a : most;
+        const lanes_f a = vector_at(x + i);
+        most            = a > most ? a : most;
     }
-    float top = most[0];
-    for (uint32_t j = 1; j < LANES; ++j) {
-        top = std::max(top, most[j]);
-    }
+    const float top = most_lane(most);
 
     lanes_f total = {};
     for (uint32_t i = 0; i < n_pad; i += LANES) {
-        lanes_f a;
-        memcpy(&a, x + i, sizeof(a));
-        a = exponential(a - top);
+        const lanes_f a = exponential(vector_at(x + i) - top);
         total += a;
         memcpy(x + i, &a, sizeof(a));
     }
@@ -138,10 +129,6 @@ static inline __attribute__((always_inline)) float sum_exponentials(float * x, u
         all += total[j];
     }
 
-    if (n_row == 1) {
-        memcpy(sums, x, n * sizeof(float));
-        return all;
-    }
     // add pairs of neighbours until each chunk has one value
     for (uint32_t width = n_row; width > 1; width /= 2) {
         for (uint32_t i = 0; i < n * width / 2; ++i) {
@@ -233,8 +220,7 @@ static inline __attribute__((always_inline)) void meet(
         const kvf_keys & k, uint32_t first, const float * panel, lanes_f * res) {
     lanes_f sum[N] = {};
     for (uint32_t i = 0; i < k.d; ++i) {
-        lanes_f a;
-        memcpy(&a, panel + (size_t) i * LANES, sizeof(a));
+        const lanes_f a = vector_at(panel + (size_t) i * LANES);
         for (uint32_t j = 0; j < N; ++j) {
             sum[j] += k.row(first + j)[i] * a;
         }
