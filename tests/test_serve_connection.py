@@ -247,13 +247,8 @@ def test_a_compressed_body(server: Running, encoding: str, encode: type[bytes], 
         ("gzip", b"", 400, "not one complete gzip stream"),
         ("gzip", gzip.compress(b"", mtime=0) * 2_000, 400, "not one complete gzip stream"),
         ("deflate", raw_deflate(b'{"content": "x"}'), 400, "not one complete deflate stream"),
-        (
-            "br",
-            b"{}",
-            415,
-            "Content-Encoding 'br' is not supported: send the body uncompressed, or use gzip or deflate",
-        ),
-        ("gzip, gzip", b"{}", 415, "is not known"),
+        ("br", b"{}", 415, "Content-Encoding 'br' is not supported: use gzip, deflate or none"),
+        ("gzip, gzip", b"{}", 415, "is not supported"),
     ],
 )
 def test_a_body_that_cannot_be_decoded(server: Running, encoding: str, data: bytes, status: int, words: str) -> None:

@@ -76,9 +76,7 @@ def _decoded(data: bytes, encoding: str, limit: int) -> bytes:
     if name in {"", "identity"}:
         return data
     if name not in _ENCODINGS:
-        msg = (
-            f"Content-Encoding {encoding[:100]!r} is not supported: send the body uncompressed, or use gzip or deflate"
-        )
+        msg = f"Content-Encoding {encoding[:100]!r} is not supported: use gzip, deflate or none"
         raise RequestError(415, msg, code="unsupported_media_type", headers={"Accept-Encoding": "gzip, deflate"})
     res = bytearray()
     for _ in range(_MOST_MEMBERS):  # a gzip stream may have many members, and tiny ones are slow to decode

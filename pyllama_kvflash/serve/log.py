@@ -75,9 +75,8 @@ class Entry:
                 f"first token {self.first_s:.2f} s",
             ]
             if self.answer_s and self.n_answer > 1:
-                parts.append(
-                    f"{(self.n_answer - 1) / self.answer_s:.1f} tok/s"
-                )  # reading the prompt gives the first token
+                # reading the prompt gives the first token
+                parts.append(f"{(self.n_answer - 1) / self.answer_s:.1f} tok/s")
         parts.append(f"{self.seconds:.2f} s")
         if self.reason:
             parts.append(self.reason)
