@@ -185,7 +185,7 @@ def _messages(
     instructions: str | None, earlier: list[dict[str, Any]], given: list[dict[str, Any]], unknown: Unknown
 ) -> tuple[Message, ...]:
     """Return items as the messages of a chat. Consecutive turns of one role are merged. Raises RequestError."""
-    seen = Unknown()  # an earlier answer had the warnings about earlier items
+    seen = Unknown()  # the warnings about earlier items were sent with their own requests
     found = [
         {"role": "system", "content": instructions or ""},
         *(_message(item, f"previous_response_id[{i}]", seen) for i, item in enumerate(earlier)),
