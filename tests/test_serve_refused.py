@@ -141,7 +141,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"prompt": "\ud800"}, "prompt", "surrogate"),
         ({"echo": True}, "echo", "echo is not supported"),
         ({"best_of": 3}, "best_of", "best_of is not supported"),
-        ({"suffix": "y"}, "suffix", "suffix cannot be used: the model has no tokens"),
+        ({"suffix": "y"}, "suffix", "suffix cannot be used: the model has no fill-in-the-middle tokens"),
         ({"prompt": [1], "suffix": "y"}, "suffix", "needs a prompt that is a string"),
         ({"logprobs": 21}, "logprobs", "must be from 0 to 20"),
         ({"ignore_eos": True, "json_schema": {}}, "response_format", "cannot be combined"),
@@ -157,7 +157,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
     ],
     INFILL: [
         ({"input_prefix": "x"}, "input_suffix", "is missing"),
-        ({"input_prefix": "x", "input_suffix": "y"}, "input_prefix", "the model has no tokens"),
+        ({"input_prefix": "x", "input_suffix": "y"}, "input_prefix", "the model has no fill-in-the-middle tokens"),
     ],
     TEMPLATE: [({"messages": 5}, "messages", "at least one message")],
     TOKENIZE: [
@@ -204,7 +204,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"background": True}, "background", "background is not supported"),
         ({"conversation": "conv_1"}, "conversation", "conversation is not supported"),
         ({"include": ["message.output_text.logprobs"]}, "include", "does not support"),
-        ({"include": [5]}, "include", "include is not"),
+        ({"include": [5]}, "include", "include must be"),
         ({"max_output_tokens": 0}, "max_output_tokens", "must be from 1"),
         ({"truncation": "some"}, "truncation", "truncation is 'some'"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "text.format has no schema"),
