@@ -26,10 +26,8 @@ _SPLIT_LAYERS = {
 }
 """Split modes of llama.cpp that are refused, and why."""
 _NOT_QUANTISED = ("f32", "f16", "bf16")  # cache types of V that llama.cpp takes without flash attention
-_CHOOSING = (
-    "auto",
-    "fresh",
-)  # policies with which each layer chooses; loading replaces "auto" by one that the model supports
+_CHOOSING = ("auto", "fresh")
+"""Policies with which each layer chooses. Loading replaces "auto" by a policy that the model supports."""
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
 LOOKAHEAD = 64
@@ -98,21 +96,15 @@ class Options:
     pool: int | str = (
         "auto"  # tokens of KV on the device; "off": the full cache; "auto": off if it fits and a pool gains little
     )
-    auto_cap: int | None = (
-        None  # most tokens of the pool of "auto", which then always takes one; None: 16,384, or the full cache
-    )
+    auto_cap: int | None = None  # most tokens of an "auto" pool, then always taken; None: 16,384, or the full cache
     chunk: int = 64  # for measurements: tokens that move together: 16, 32 or 64
     tail: int = 4  # for measurements: chunks at the end that never leave the device
     pins: tuple[tuple[int, int], ...] = ()  # ranges of positions [start, end) that never leave the device
     n_parallel: int = 1  # sequences of n_ctx positions each that share the pool; needs a policy given by name
 
     # prompts that the pool cannot hold, and answers
-    prefill: str = (
-        "exact"  # "exact": every token sees all before it; "pool": it sees the pool; "auto": exact if memory allows
-    )
-    opening: int = (
-        -1
-    )  # first tokens of an answer that are decoded losslessly; -1: 32, or 0 with fresh and codes of 4 bits (`coarse` 4)
+    prefill: str = "exact"  # "exact": tokens see all before them; "pool": only the pool; "auto": exact if memory allows
+    opening: int = -1  # first tokens of an answer to decode losslessly; -1: 32, or 0 with fresh and codes of 4 bits
     mode: str = "fast"  # "fast": an answer's tokens see the pool; "lossless": the pool drafts them, and the whole text checks them
     meter: float = 0.0  # largest share of the time for comparing tokens with the full cache; 0: none are compared
     min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless; 0: never
@@ -159,7 +151,7 @@ class Options:
     split_mode: str = "layer"  # "layer": each GPU has some layers; "none": one GPU has all
     main_gpu: int = 0  # with split_mode "none": which one, from 0; -1: the CPU
     n_cpu_moe: int | str = (
-        0  # first layers whose experts (feed-forward weights, if it has none) stay on the host; "auto": as few as possible
+        0  # first layers whose experts (or feed-forward weights) stay on the host; "auto": as few as possible
     )
     kv_offload: bool = True  # False: the full cache is in RAM, and the CPU computes attention (llama.cpp's --no-kv-offload); needs pool "off"
     rpc: tuple[str, ...] = ()  # RPC servers (host:port) whose devices are used, too
