@@ -199,8 +199,8 @@ def test_protocols_have_one_rule(name: str, path: str, kv: KVFlash) -> None:
 
 BOTH, NEITHER = ({"continue_final_message": one, "add_generation_prompt": one} for one in (True, False))
 REFUSED = {
-    "nothing to continue": ([ASKS], NAMED, "the last message is not a text of the assistant"),
-    "an empty one to continue": ([ASKS, says("")], NAMED, "is not a text of the assistant"),
+    "nothing to continue": ([ASKS], NAMED, "the last message is not an assistant's text"),
+    "an empty one to continue": ([ASKS, says("")], NAMED, "is not an assistant's text"),
     "both": ([ASKS, says("A")], BOTH, "are both true"),
     "neither": ([ASKS, says("A")], NEITHER, "are both false"),
     "a picture of the user": ([Said("user", [{"type": "image"}])], {}, "text"),
