@@ -117,7 +117,7 @@ def counted(n: int, what: str) -> str:
 
 
 def check_range(value: float, low: float, high: float, name: str, hint: str = "") -> None:
-    """Raise UsageError unless low <= value <= high; NaN fails. name: the option's. hint: a usual value."""
+    """Raise UsageError unless low <= value <= high; NaN fails. name: the option's name. hint: a usual value."""
     if not low <= value <= high:
         raise UsageError(out_of_range(value, low, high, f"`{name}`") + (f": {hint}" if hint else ""))
 
@@ -129,7 +129,7 @@ def out_of_range(value: float, low: float, high: float, name: str) -> str:
 
 
 def check_choice(value: object, allowed: tuple[object, ...], name: str) -> None:
-    """Raise UsageError unless value is one of `allowed`. name: the option's."""
+    """Raise UsageError unless value is one of `allowed`. name: the option's name."""
     if value not in allowed:
         msg = f"`{name}` is {value!r}, and must be one of {', '.join(map(str, allowed))}"
         raise UsageError(msg)

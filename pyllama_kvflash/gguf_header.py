@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple, Self
 
 MAGIC = b"GGUF"
 SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
-"""The name of a part, as llama.cpp looks for it: prefix, number from 1, number of parts."""
+"""The file name of a part, in llama.cpp's form: prefix, number from 1, number of parts."""
 
 _STRING, _ARRAY = 8, 9
 _FORMS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -140,7 +140,7 @@ class _Cursor:
         self._at += n
 
     def _skip_strings(self, n: int) -> None:
-        for _ in range(n):  # a vocabulary has hundreds of thousands
+        for _ in range(n):  # fast, since a vocabulary has hundreds of thousands of strings
             if self._at + _U64.size > len(self._read):
                 self._skip(_U64.size)
                 self._at -= _U64.size
@@ -167,7 +167,7 @@ def parts(name: str) -> list[str]:
 
 
 def read_parts(path: Path) -> list[tuple[Path, Header | None]]:
-    """Return the files that a model is loaded from, each with its header; None: the file has no header that can be read.
+    """Return the files that a model is loaded from, each with its header; None: the header cannot be read.
 
     path: the only file, or the first part. Raises OSError.
     """

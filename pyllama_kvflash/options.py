@@ -134,7 +134,7 @@ class Options:
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
 
-    # contexts longer than those of training
+    # contexts longer than the trained one
     rope: Rope | None = None  # scaling of RoPE; None: the model's own
 
     # computation
@@ -149,7 +149,7 @@ class Options:
     n_gpu_layers: int = -1  # layers on the GPUs; -1: all
     tensor_split: tuple[float, ...] = ()  # each GPU's share of the layers; (): by free memory
     split_mode: str = "layer"  # "layer": each GPU has some layers; "none": one GPU has all
-    main_gpu: int = 0  # with split_mode "none": which one, from 0; -1: the CPU
+    main_gpu: int = 0  # with split_mode "none": the GPU, from 0; -1: the CPU
     n_cpu_moe: int | str = (
         0  # first layers whose experts (or feed-forward weights) stay on the host; "auto": as few as possible
     )
@@ -324,7 +324,7 @@ class Options:
         return self.meter or (0.05 if self.min_agreement else 0.0)
 
     def drafter_batch(self, n_batch: int) -> int:
-        """Return the most tokens that a drafter reads at once: those of an exact pass, too. n_batch: the pool's."""
+        """Return the most tokens that a drafter reads at once: those of an exact pass, too. n_batch: the pool's batch size."""
         return n_batch if self.prefill == "pool" else max(n_batch, min(self.n_ubatch, self.n_ctx))
 
     @property

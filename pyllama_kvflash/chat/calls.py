@@ -68,9 +68,8 @@ class Calls:
         """Render a request with a response schema."""
         res = self.engine.apply({**request, "json_schema": _marked(_ANSWER)})
         shown = json.dumps(schema.source, ensure_ascii=False)
-        res = replace(
-            res, prompt=_SHOWN.sub(lambda _: shown, res.prompt)
-        )  # some templates show the schema to the model
+        # some templates show the schema to the model
+        res = replace(res, prompt=_SHOWN.sub(lambda _: shown, res.prompt))
         text, (found,) = _put(
             "" if res.grammar is None else res.grammar.text, [_Marks(schema, {_ANSWER: [schema.key]})]
         )
@@ -89,7 +88,7 @@ class Calls:
         return replace(res, grammar=grammar, prompt=told.prompt, warnings=(*told.warnings, *called.warnings))
 
 
-_FREE = "calls of the chat template have no beginning by which to tell them: their arguments are free"
+_FREE = "the chat template's calls begin without a mark, so their arguments are free"
 _SHOWN = re.compile(r'\{\s*"const":\s*\{\s*"kvflash":\s*"' + _ANSWER + r'"\s*\}\s*\}')
 
 

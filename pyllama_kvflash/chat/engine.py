@@ -62,9 +62,9 @@ class ChatTemplate:
         seconds: float = TEMPLATE_SECONDS,
         fix: str = "give another one as `template`",
     ) -> None:
-        """source: a template in place of the model's own. seconds: time limit for each rendering. fix: for the error: what to do.
+        """source: a template in place of the model's own. seconds: time limit for each rendering.
 
-        Raises UsageError if llama.cpp cannot read the template.
+        fix: what the user can do about a template that cannot be read, for the error. Raises UsageError if llama.cpp cannot read the template.
         """
         given = source if source is not None else model.meta("tokenizer.chat_template")
         self.warning = "" if given else NO_TEMPLATE

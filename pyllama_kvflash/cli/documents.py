@@ -9,7 +9,7 @@ from typing import Any
 from pyllama_kvflash.errors import UsageError
 
 _PDF, _ZIP, _BODY = b"%PDF-", b"PK\x03\x04", "word/document.xml"
-_EDGE = 1024  # bytes at both ends in which to look for a PDF's marks: some files have the headers of a mail before it
+_EDGE = 1024  # bytes at both ends in which to look for a PDF's marks: some files have mail headers before them
 
 
 def text_of(data: bytes, what: str) -> str | None:

@@ -19,7 +19,7 @@ _FIELD = re.compile(r"`([a-z_]+(?:\.[a-z_]+)?)`")
 def spelled(text: str, command: click.Command | None = None) -> str:
     """Return a message with a command's names: -c/--ctx-size for `n_ctx`, --set panes for `panes`.
 
-    command: None for the one that runs. Options that it does not have keep Python's names.
+    command: None: the running command. Options that the command does not have keep Python's names.
     """
     if command is None:
         running = click.get_current_context(silent=True)

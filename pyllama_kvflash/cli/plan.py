@@ -166,7 +166,7 @@ _REASONS = {
     Rank.FAR: "nothing that fits is closer to the full f16 cache",
     Rank.BLIND: "no way fits that sees more than its pool: long answers are worse",
 }
-_LOST = 1.0  # nats of divergence, from which the texts have nothing in common
+_LOST = 1.0  # nats of divergence at which the texts have nothing in common
 _BROKEN = "broken"
 _SLOW = 0.1  # times the full cache's speed
 _ON_GPU = "times the full f16 cache's on the same GPU (8B shape, H100 and H200; pools: of 4,096 tokens)"

@@ -191,7 +191,7 @@ def _begins_talk(context: click.Context) -> bool:
 
 
 def refuse_text(words: list[str]) -> None:
-    """Raise UsageError for words after the model: a prompt needs an option."""
+    """Raise UsageError for words after the model: a prompt must be given with an option."""
     if words:
         msg = f'{words[0]!r} comes after the model: give a prompt with -p "text", or a file with -f FILE'
         raise UsageError(msg)

@@ -1,4 +1,4 @@
-"""`kvflash serve`: serve the OpenAI protocol over one pool."""
+"""`kvflash serve`: serve a model over HTTP."""
 
 import json
 import logging

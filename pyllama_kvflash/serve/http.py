@@ -23,7 +23,7 @@ from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.text import to_json
 
 Read = Callable[[Request], Awaitable[bytes]]
-"""Returns a request's body. Raises RequestError."""
+"""A function that returns a request's body. Raises RequestError."""
 
 
 class JSONResponse(responses.JSONResponse):
@@ -71,7 +71,7 @@ async def body_of(request: Request, limit: int) -> bytes:
 
 
 def _decoded(data: bytes, encoding: str, limit: int) -> bytes:
-    """Return a body without its Content-Encoding. Raises RequestError, also above the limit: few bytes may hold gigabytes."""
+    """Return a body without its Content-Encoding. Raises RequestError, also above the limit: a few bytes may hold gigabytes."""
     name = encoding.strip().lower()
     if name in {"", "identity"}:
         return data

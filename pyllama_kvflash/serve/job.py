@@ -30,7 +30,7 @@ class Reading:
 class TokenLogprob:
     """A token's log probability.
 
-    data: the token's bytes; those of a special token are its name. top: the likeliest tokens at this place. id: the token's id.
+    data: the token's bytes; for a special token, its text. top: the likeliest tokens at this place. id: the token's id.
     """
 
     data: bytes
@@ -113,7 +113,7 @@ def broken(err: BaseException | None) -> Failed:
 
 
 def failure(err: Exception) -> Failed:
-    """Return the last update for a request that failed. Raises DeviceLostError again: it ends all other requests, too."""
+    """Return the last update for a request that failed. Raises DeviceLostError again, which ends all other requests, too."""
     if isinstance(err, DeviceLostError):
         raise err
     if isinstance(err, UsageError) and not isinstance(err, InUseError):
@@ -127,7 +127,7 @@ def failure(err: Exception) -> Failed:
 
 
 class Phase(Enum):
-    """Phase of the scheduler. In FAILED, `error` says why."""
+    """Phase of the scheduler. In FAILED, Scheduler.error says why."""
 
     LOADING = "loading"
     READY = "ok"

@@ -101,10 +101,8 @@ class Metrics:
         if now[0] < before[0] or now[1] < before[1]:
             before = 0, 0
         self._seen[seq.seq] = now
-        fetched, self._fetched = (
-            stats.guests_fetched - self._fetched,
-            stats.guests_fetched,
-        )  # counted for all sequences together
+        # guests are counted for all sequences together
+        fetched, self._fetched = stats.guests_fetched - self._fetched, stats.guests_fetched
         self.add(pages_out=now[0] - before[0], pages_in=now[1] - before[1], guests_fetched=fetched)
         return stats
 

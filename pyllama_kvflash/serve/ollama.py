@@ -145,7 +145,7 @@ def _details(model: Model) -> dict[str, Any]:
 
 
 def _metadata(model: Model, n_ctx: int) -> dict[str, Any]:
-    """Return the file's metadata, but the server's context length, which clients take as their limit."""
+    """Return the file's metadata, with the server's context length in place of the model's: clients take it as their limit."""
     arch = model.meta("general.architecture") or "unknown"
     res: dict[str, Any] = {"general.architecture": arch, "general.parameter_count": model.n_params}
     texts = [*(f"general.{name}" for name in _TEXTS), "tokenizer.ggml.model", "tokenizer.ggml.pre"]

@@ -109,7 +109,7 @@ def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
 
 
 def _compile(kv: KVFlash, sampling: Sampling, field: str) -> None:
-    """Compile a request's grammar in the reader thread, before a sequence is prepared. field: the request's field with it.
+    """Compile a request's grammar in the reader thread, before a sequence is prepared. field: the request's field that has it.
 
     Raises RequestError if the grammar cannot be used.
     """

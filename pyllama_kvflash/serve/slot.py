@@ -23,7 +23,7 @@ _IMPOSSIBLE = -9999.0
 class Serving:
     """A request that is being served. n_cached: tokens of its prompt that were in the sequence before.
 
-    began: time.perf_counter() when it got the sequence. was_read: at the end of the prompt; None: it is still being read.
+    began: time.perf_counter() when it got the sequence. was_read: the same when its prompt was read; None: not yet.
     """
 
     job: Job

@@ -10,7 +10,7 @@ from pyllama_kvflash.serve.job import Finished
 from pyllama_kvflash.serve.protocols.fields import is_object
 
 COMPLETE = {"eos", "stop"}
-"""Reasons for the end of an answer that the model completed."""
+"""Reasons for the end of an answer that mean that the model completed it."""
 
 
 class AnswerParser:

@@ -185,7 +185,7 @@ def _call(value: Any, at: str) -> dict[str, Any]:
 
 
 def _arguments(given: str) -> str:
-    """Return a call's arguments as the JSON object that templates need. Other text, as of a call cut off, is wrapped in one."""
+    """Return a call's arguments as the JSON object that templates need. Other text, as of a truncated call, is wrapped in one."""
     if is_object(given or "{}"):
         return given or "{}"
     return json.dumps({"arguments": given}, ensure_ascii=False)
@@ -248,7 +248,7 @@ def _parameters(function: Mapping[str, Any], at: str, key: str) -> dict[str, Any
 
 
 def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
-    """Return the checked JSON schema of an answer. name: the field's. strict: refuse parts that cannot be enforced.
+    """Return the checked JSON schema of an answer. name: its field. strict: whether to refuse parts that cannot be enforced.
 
     Raises RequestError, which names the place in the schema.
     """
@@ -277,7 +277,7 @@ def schema_of_form(form: dict[str, Any] | None, at: str, inside: str = "") -> Ch
 
 @contextmanager
 def _schema_errors(name: str) -> Iterator[None]:
-    """Turn a schema's error into a RequestError. name: the field's."""
+    """Turn a schema's error into a RequestError. name: the schema's field."""
     try:
         yield
     except SchemaError as err:

@@ -105,7 +105,7 @@ class GenerateReply(ChatReply):
 
 
 def _said(delta: Delta) -> tuple[str, str]:
-    """Return the content and the reasoning."""
+    """Return a delta's content and reasoning."""
     return delta.content, delta.reasoning
 
 
