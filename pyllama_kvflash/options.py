@@ -305,9 +305,9 @@ class Options:
 
     @property
     def n_opening(self) -> int:
-        """Number of first tokens of an answer that are decoded losslessly: `opening` or, if that is -1, 32.
+        """Number of first tokens of an answer that are decoded losslessly: `opening` or, if that is -1, 32 or 0.
 
-        With -1 it is 0 for "fresh" with codes of 4 bits, which reaches the full cache's RULER scores without an opening
+        It is 0 for "fresh" with codes of 4 bits, which reaches the full cache's RULER scores without an opening
         (docs/results/coarse.md), and for codes that each exact pass would have to move.
         """
         usual = 0 if self.codes_in_panes or (self.policy == "fresh" and self.coarse == "4") else 32

@@ -313,8 +313,8 @@ def test_a_pin_stays_with_the_conversation_and_goes_with_it() -> None:
 
 def test_what_is_no_pin_is_refused(read: Running) -> None:
     for wrong in (-1, 1.5, "1", None, True, [1], {}):
-        refused(pin(read, wrong), 400, "chunk must be a number from 0")
-        refused(pin(read, 1, sequence=wrong), 400, "sequence must be a number from 0")
+        refused(pin(read, wrong), 400, "chunk must be an integer from 0")
+        refused(pin(read, 1, sequence=wrong), 400, "sequence must be an integer from 0")
     for wrong in (0, 1, "true", None):
         refused(pin(read, 1, pinned=wrong), 400, "pinned must be true or false")
     refused(pin(read, 10**30), 404, "there is no chunk")

@@ -19,7 +19,7 @@ _ANSWER = "answer"
 
 
 def checked_schema(schema: Any) -> Checked | None:
-    """Return the schema of an answer, checked unless it was checked before; None: there is none. Raises SchemaError."""
+    """Return the checked schema of an answer, which may be given checked or not; None: no schema. Raises SchemaError."""
     return schema if schema is None or isinstance(schema, Checked) else check(schema)
 
 

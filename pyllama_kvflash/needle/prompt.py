@@ -265,7 +265,7 @@ def _lay_out(prose: _Prose, needles: Sequence[str], room: int) -> _Layout:
 
 
 def _fit(prose: _Prose, needles: Sequence[str], n_tokens: int, needle_tokens: int) -> tuple[_Layout, int]:
-    """Lay the document out so that the whole text has at most `n_tokens` tokens, and few fewer.
+    """Lay the document out so that the whole text has at most `n_tokens` tokens, and not many fewer.
 
     Returns the layout and its tokens.  If the counts of the lines do not add up to the count of the text, the same
     prose is laid out again with an allowance for the difference.

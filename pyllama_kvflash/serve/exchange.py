@@ -23,7 +23,7 @@ class Exchange:
     """The handler's end of one job. Create it in the event loop that handles the request."""
 
     def __init__(self, scheduler: Scheduler, reply: Reply, entry: Entry) -> None:
-        """reply: formats the answers. entry: the request's log entry, to which their figures are added."""
+        """reply: formats the answers. entry: the request's log entry, which collects the answers' figures."""
         self._scheduler, self.reply, self.entry = scheduler, reply, entry
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: check whether the client has left
