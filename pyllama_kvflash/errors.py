@@ -4,21 +4,21 @@
     ├── UsageError              2   an option, an argument or the prompt is at fault; the engine or model is closed
     │   └── InUseError          2   another thread uses the engine, or another call has taken over the sequence
     ├── ModelError              1   the file is not a model, is damaged, or cannot be loaded
-    │   └── UnsupportedError    1   the model is fine, but this cannot be done with it
+    │   └── UnsupportedError    1   the model is fine, but does not support what is asked
     ├── PoolError               1   the pool has no room for a batch, a pin or a page-in
     ├── RecordError             1   bytes that are not a record of this chunk, model and cache
     ├── ScorerError             1   a scorer cannot score: qk takes its place, with a warning
     ├── HostMemoryError         1   no host memory for another record; nothing was lost
-    ├── SnapshotError           1   a snapshot is damaged, of something else, or cannot be written; the run continues
+    ├── SnapshotError           1   a snapshot is damaged, is of something else, or cannot be written; the run continues
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
     │   ├── AllocationError     1   the native library got no memory, of the host or of a device
     │   ├── BadLogitsError      1   the model's logits are NaN or infinite: no token can be chosen
-    │   └── DeviceLostError     1   an RPC server is gone, and what it held
+    │   └── DeviceLostError     1   an RPC server is gone, with the data that it held
     └── Interrupted           130   stopped by the user; what was produced is kept
 
-Messages are one sentence or two: what is wrong, the value, the fix. They name options as Python does, `n_ctx`; the command
-line shows its own names there (cli/flags.py).
+Messages are one sentence or two: what is wrong, the value, the fix. They name options as Python does, such as `n_ctx`; the
+command line replaces these by its own names (cli/flags.py).
 """
 
 import math
@@ -47,7 +47,7 @@ class ModelError(KVFlashError):
 
 
 class UnsupportedError(ModelError):
-    """The model cannot do what was asked: its memory cannot be pooled, or its state cannot go back."""
+    """The model does not support what is asked: its memory cannot be pooled, or its state cannot be rolled back."""
 
 
 class PoolError(KVFlashError):
@@ -67,7 +67,7 @@ class HostMemoryError(KVFlashError):
 
 
 class SnapshotError(KVFlashError):
-    """A snapshot is damaged, of another model, cache or text, or cannot be written. The run continues without it."""
+    """A snapshot is damaged, is of another model, cache or text, or cannot be written. The run continues without it."""
 
 
 class OutputError(KVFlashError):
@@ -83,21 +83,21 @@ class AllocationError(NativeError):
 
 
 class BadLogitsError(NativeError):
-    """Logits are NaN or +infinity, or none is finite: damaged weights, or an overflow of f16. No token can be chosen by them."""
+    """Logits are NaN or +infinity, or none is finite: damaged weights, or an overflow of f16. No token can be chosen from them."""
 
 
 class DeviceLostError(NativeError):
     """An RPC server is gone, and with it weights and a part of the KV cache: the engine has to be loaded again."""
 
 
-class Interrupted(KVFlashError):  # noqa: N818 (not an error of anybody's)
+class Interrupted(KVFlashError):  # noqa: N818 (nobody made an error)
     """Stopped by Ctrl-C. The engine can continue from where it was."""
 
     exit_code = 130
 
 
-_LARGE = 10**15  # a float beyond it has no digits to tell
-_LONG = 10**30  # an integer beyond it is not read digit by digit
+_LARGE = 10**15  # floats from here on are shown with an exponent
+_LONG = 10**30  # integers from here on are shown as a power of ten
 
 
 def number(value: float) -> str:
@@ -117,28 +117,28 @@ def counted(n: int, what: str) -> str:
 
 
 def check_range(value: float, low: float, high: float, name: str, hint: str = "") -> None:
-    """Raise UsageError unless low <= value <= high; NaN fails. name: of an option. hint: a usual value."""
+    """Raise UsageError unless low <= value <= high; NaN fails. name: the option's name. hint: a usual value."""
     if not low <= value <= high:
         raise UsageError(out_of_range(value, low, high, f"`{name}`") + (f": {hint}" if hint else ""))
 
 
 def out_of_range(value: float, low: float, high: float, name: str) -> str:
-    """Return the sentence for a number that is not from low to high."""
+    """Return the sentence for a number that is not between low and high."""
     bound = f"{number(high)} or less" if low == -math.inf else f"from {number(low)} to {number(high)}"
     return f"{name} is {number(value)}, and must be {bound}"
 
 
 def check_choice(value: object, allowed: tuple[object, ...], name: str) -> None:
-    """Raise UsageError unless value is one of `allowed`. name: of an option."""
+    """Raise UsageError unless value is one of `allowed`. name: the option's name."""
     if value not in allowed:
         msg = f"`{name}` is {value!r}, and must be one of {', '.join(map(str, allowed))}"
         raise UsageError(msg)
 
 
 def encoded(text: str, what: str) -> bytes:
-    """Return a text in UTF-8. Raises UsageError if it has none: Python, and JSON, allow half of a surrogate pair.
+    """Return a text in UTF-8. Raises UsageError for half of a surrogate pair, which Python and JSON allow but UTF-8 does not.
 
-    what: the text, for the message.
+    what: the text's name in the message.
     """
     try:
         return text.encode()

@@ -19,8 +19,8 @@ class Stats:
     n_ctx: int  # logical positions
     n_pool: int | None  # cells of the pool; None: full cache
     kv_device_bytes: int  # full-attention KV on the device: the pool, or the whole context
-    kv_full_bytes: int  # the same for a full cache of n_ctx positions (rounded up to 256)
-    pane_bytes: int  # device memory for the KV of the layers that an exact pass reads at a time; 0: there is none
+    kv_full_bytes: int  # the same with a full cache of n_ctx positions (rounded up to a multiple of 256)
+    pane_bytes: int  # device memory of the panes, which hold the KV of a few layers in an exact pass; 0: no panes
     compute_bytes: int  # buffers of the computation, on devices and host
     other_device_bytes: int  # sliding-window KV and recurrent state
     host_bytes: int  # host memory taken for records of sealed chunks
@@ -30,7 +30,7 @@ class Stats:
     pages_out: int  # chunks dropped from the pool
     pages_in: int  # chunks brought back
     reselects: int  # times that all chunks were scored
-    reselect_s: float  # spent on scoring and moving them, beside decode or not
+    reselect_s: float  # spent scoring and moving chunks, including time that overlaps decoding
     summary_bytes: int  # host memory of the key summaries that the scorer reads
     seed: int | None  # of the sampler; None: greedy
     disk_bytes: int = 0  # records on disk, beyond those in host memory
@@ -40,20 +40,22 @@ class Stats:
     plain_steps: int = 0  # steps without a draft; 0 without speculative decoding
     gated_steps: int = 0  # plain steps taken because drafting did not pay
     checked: int = 0  # tokens that were compared with the full cache
-    agreed: int = 0  # of these, tokens at which the pool and the full cache find the same one most likely
-    kld_sum: float = 0.0  # Kullback-Leibler divergence of the pool from the full cache, summed over them, in nats
-    check_s: float = 0.0  # spent on comparing them
-    coarse_bytes: int = 0  # codes of all sequences; on a GPU with what attending to them takes
-    coarse_tokens: int = 0  # positions that have them
-    guest_blocks: int = 0  # blocks of the pool in which each layer holds what it chose
-    guests_fetched: int = 0  # guests that layers fetched from records so far, of all sequences of the pool
-    gpu_bytes: int = 0  # memory of GPUs with a full context, with the driver's own, as planned; 0: there is no GPU
+    agreed: int = 0  # compared tokens for which the pool and the full cache have the same likeliest token
+    kld_sum: float = (
+        0.0  # Kullback-Leibler divergence of the pool from the full cache, summed over compared tokens, in nats
+    )
+    check_s: float = 0.0  # spent comparing tokens
+    coarse_bytes: int = 0  # codes of all sequences; on a GPU with the buffers for attending to them
+    coarse_tokens: int = 0  # positions that have codes
+    guest_blocks: int = 0  # blocks of the pool that hold guests, which each layer chooses for itself
+    guests_fetched: int = 0  # guests fetched from records so far, by all sequences of the pool
+    gpu_bytes: int = 0  # GPU memory that a full context is planned to take, with the driver's; 0: there is no GPU
     checkpoint_bytes: int = 0  # host memory of the sequence's checkpoints (recurrent states, sliding windows)
-    peak_bytes: int = 0  # the most RAM that the process has had, with what it maps of files
+    peak_bytes: int = 0  # peak RAM of the process, including mapped files
 
     @property
     def agreement(self) -> float | None:
-        """Share of the compared tokens at which the pool finds the same one most likely; None if there were none."""
+        """Share of the compared tokens for which the pool has the full cache's likeliest token; None if none were compared."""
         return self.agreed / self.checked if self.checked else None
 
     @property
@@ -63,33 +65,33 @@ class Stats:
 
     @property
     def acceptance(self) -> float:
-        """Share of the guesses that were right, 0 to 1; 0 if there were none."""
+        """Share of the guesses that were right, 0 to 1; 0 without guesses."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def mean_committed(self) -> float:
-        """Tokens per drafted step, counting the one that is always right; 0 if there were no such steps."""
+        """Tokens per drafted step, counting the one that the model itself adds; 0 without drafted steps."""
         return 1 + self.accepted / self.draft_steps if self.draft_steps else 0.0
 
     @property
     def device_kv_bytes(self) -> int:
-        """Device bytes of full-attention KV in all: the pool, codes and the panes, or the full cache."""
+        """All device bytes of full-attention KV: of the pool, the codes and the panes, or of the full cache."""
         return self.kv_device_bytes + self.coarse_bytes + self.pane_bytes
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second; 0 if there were none."""
+        """Prompt tokens per second; 0 if none were read."""
         return self.n_prompt / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_rate(self) -> float:
-        """Generated tokens per second; 0 if fewer than two. The first comes out of the prefill and is not counted."""
+        """Generated tokens per second; 0 if fewer than two. The first token comes from the prefill and is not counted."""
         return (self.n_generated - 1) / self.decode_s if self.decode_s and self.n_generated > 1 else 0.0
 
 
 @dataclass(slots=True)
 class DraftStats:
-    """Counts of speculative decoding for one answer: the last fields of Stats."""
+    """Counts of speculative decoding for one answer, as in Stats."""
 
     drafted: int = 0
     accepted: int = 0
@@ -100,7 +102,7 @@ class DraftStats:
 
 @dataclass(slots=True)
 class MeterStats:
-    """Counts of comparisons with the full cache, for one answer: fields of Stats."""
+    """Counts of comparisons with the full cache for one answer, as in Stats."""
 
     checked: int = 0
     agreed: int = 0
@@ -118,7 +120,7 @@ class Prefill:
     """A batch of the prompt was decoded: `done` of `total` tokens, after `seconds` in all.
 
     resident_bytes: device bytes of full-attention KV and of codes. host_bytes: host bytes taken for records.
-    exact: it was read against everything before it, outside the pool: of its chunks only one that is not full is resident.
+    exact: whether the batch attended to the whole text before it. Of its chunks, only one that is not full is then resident.
     """
 
     done: int
@@ -143,10 +145,10 @@ class Reselect:
     """The scores of all chunks, and the moves that made the best of them resident, when `pos` positions were written.
 
     reason: "question" (at a prompt's end, before its tail runs again) or "decode".
-    scores: one for each chunk, higher is hotter; None: it does not compete (a sink, in the tail, pinned or not full).
+    scores: one for each chunk, higher is hotter; None: the chunk does not compete (a sink, in the tail, pinned or not full).
     drops, page_ins: chunks that leave the pool, and chunks that come back.
     score_s, apply_s: seconds to score, and to move the chunks.
-    missed: share of the last token's attention on the chunks that came in; 0 if the scorer does not say.
+    missed: share of the last token's attention on the chunks that came in; 0 if the scorer does not report it.
     """
 
     pos: int
@@ -163,7 +165,7 @@ class Reselect:
 class Checked:
     """The last n tokens before position `pos` were compared with the full cache, which took `seconds`.
 
-    agreed: tokens at which both find the same one most likely.
+    agreed: tokens for which both have the same likeliest token.
     kld: mean Kullback-Leibler divergence of the pool's next-token probabilities from the full cache's, in nats.
     """
 
@@ -193,7 +195,7 @@ class Probs:
 class Token:
     """A token was produced.
 
-    text: what can be shown by now; "" while a UTF-8 sequence or a stop string is incomplete.
+    text: the text that can be shown by now; "" while a UTF-8 sequence or a possible stop string is incomplete.
     probs: how likely it was, if Sampling.n_probs asks for that.
     """
 
@@ -207,7 +209,7 @@ class Done:
     """The end of a run.
 
     reason: "eos", "stop" (a stop string), "length" (max_tokens), "context" (it is full) or "interrupted".
-    text: text held back until now, to be shown. Half a character at the end of an answer that can continue is not in it.
+    text: text that was held back until now. It lacks an incomplete character at the end of an answer that can continue.
     """
 
     reason: str

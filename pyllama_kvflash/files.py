@@ -1,4 +1,4 @@
-"""Files that are written: never over a file that is read, and over another one only when the new one is whole."""
+"""Writes files: never over a file that the run reads, and over another file only once the new one is complete."""
 
 import errno
 import glob
@@ -16,11 +16,10 @@ from typing import Self
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.gguf_header import parts
 
-_ABANDONED = 24 * 3600  # seconds after which an unfinished file is removed, whatever its process
-AHEAD = (
-    2 * 3600
-)  # seconds that a file's time may be ahead: an hour for which a request keeps it, and clocks that differ
-_LONGEST = 200  # bytes of a name in the name of its unfinished file: a file system allows 255 in all
+_ABANDONED = 24 * 3600  # seconds after which an unfinished file is removed, even if its process is alive
+AHEAD = 2 * 3600
+"""Seconds by which a file's time may be ahead of the clock: a request may keep a file for an hour, and clocks differ."""
+_LONGEST = 200  # most bytes of a file's name in the name of its unfinished file; file systems allow 255 in all
 
 
 #
@@ -29,19 +28,19 @@ _LONGEST = 200  # bytes of a name in the name of its unfinished file: a file sys
 
 
 class Replacement:
-    """An unfinished file beside another one, whose place it takes once it is whole.
+    """An unfinished file beside its target, which it replaces once it is complete.
 
-    A link is followed, even to a file that does not exist yet. The new file has the mode of the old one, and its owner
-    as far as that is permitted. Other hard links of the old file keep the old contents. Used as a context manager, it
-    ends with commit(), or with discard() if the block raises.
+    A link is followed, even to a file that does not exist yet. The new file gets the old one's mode and, if permitted, its
+    owner. Other hard links of the old file keep the old contents. Used as a context manager, it ends with commit(), or with
+    discard() if the block raises.
 
-    A killed process leaves the unfinished file: .NAME.PID.XXXXXXXX.part. The next one of that NAME removes it.
+    A killed process leaves its unfinished file, .NAME.PID.XXXXXXXX.part. The next Replacement of NAME removes it.
     """
 
     def __init__(self, target: Path, mode: int = 0o666) -> None:
-        """Create the unfinished file. mode: of a file that replaces none, less the umask.
+        """Create the unfinished file. mode: used if the target does not exist yet, less the umask.
 
-        Raises OSError: there is no such folder, it is not permitted, or the target is not a regular file.
+        Raises OSError if there is no such folder, permission is missing, or the target is not a regular file.
         """
         self.target = Path(os.path.realpath(target))
         old = _regular(self.target)
@@ -65,9 +64,9 @@ class Replacement:
             self.discard()
 
     def commit(self) -> None:
-        """Put the new file in the place of the old one, once it is on the disk. Raises OSError; the old one then stays.
+        """Flush the new file to disk, then rename it over the target. Raises OSError; the old file then stays.
 
-        If only the renaming fails, as over a file that is mounted, the new one stays under the name in the error.
+        If only the rename fails, as it does over a mounted file, the new file stays, and the error names it.
         """
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
@@ -91,7 +90,7 @@ class Replacement:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all; a pipe or a character device is written to. Raises OSError."""
+    """Write a file, whole or not at all. A pipe or a character device is written to directly. Raises OSError."""
     if is_stream(path):
         path.write_bytes(data)
         return
@@ -120,7 +119,7 @@ def standard_stream(path: Path) -> int | None:
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """Remove unfinished files whose process is gone, or that are a day old. pattern: of their names, .NAME.PID.XXXXXXXX.part."""
+    """Remove unfinished files whose process is gone, or that are a day old. pattern: matches their names, .NAME.PID.XXXXXXXX.part."""
     for path in folder.glob(pattern):
         with suppress(OSError):
             pid = path.name.split(".")[-3]
@@ -129,12 +128,12 @@ def sweep(folder: Path, pattern: str) -> None:
 
 
 def dated(time_s: float) -> float:
-    """Return a file's time, in seconds since 1970; 0 for one further ahead than AHEAD: the clock was changed since."""
+    """Return a file's time, in seconds since 1970; 0 if it is more than AHEAD in the future: the clock was changed since."""
     return time_s if time_s <= time.time() + AHEAD else 0.0
 
 
 def kind_of(mode: int) -> str:
-    """Return what a file is by its st_mode, as words for a message."""
+    """Return the kind of a file, in words for a message. mode: its st_mode."""
     kinds = {
         stat.S_IFREG: "a regular file",
         stat.S_IFDIR: "a directory",
@@ -147,7 +146,7 @@ def kind_of(mode: int) -> str:
 
 
 def _regular(target: Path) -> os.stat_result | None:
-    """Return the status of a file to replace, None if there is none. Raises OSError if it must not be replaced."""
+    """Return the status of a file to replace; None if it does not exist. Raises OSError if it must not be replaced."""
     try:
         status = target.stat()
     except FileNotFoundError:
@@ -167,7 +166,7 @@ def _take_after(fd: int, old: os.stat_result) -> None:
         os.fchown(fd, -1, old.st_gid)
     with suppress(OSError):
         os.fchown(fd, old.st_uid, -1)
-    with suppress(OSError):  # last: a change of the owner clears bits
+    with suppress(OSError):  # last, because a change of the owner clears bits
         os.fchmod(fd, stat.S_IMODE(old.st_mode))
 
 
@@ -191,13 +190,16 @@ def _alive(pid: int) -> bool:
 
 
 #
-# what is read, and what is written
+# the files that a run reads and writes
 #
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A file that is read or written. name: the option that names it, or the file's purpose."""
+    """A file that is read or written.
+
+    name: the option that names it, or the file's purpose. mark: see _mark(). updates: see Uses.write().
+    """
 
     name: str
     path: Path
@@ -213,9 +215,9 @@ class _Use:
 class Uses:
     """The files that a run reads, those that it writes, and the folders that it manages.
 
-    Each is compared with the others as soon as it is named: through links, by inode, and without regard to case where
-    the file system has none. Only regular files, and files that do not exist yet, can be the same: two outputs may go
-    to /dev/null.
+    Each file is compared with the others as soon as it is added: by inode, through links, and without regard to case if the
+    file system ignores it. Only regular files, and files that do not exist yet, can be the same: two outputs may go to
+    /dev/null.
     """
 
     _reads: list[_Use] = field(default_factory=list)
@@ -223,7 +225,7 @@ class Uses:
     _folders: list[tuple[str, Path]] = field(default_factory=list)
 
     def read(self, name: str, *paths: str | Path) -> None:
-        """Name files that are read. Raises UsageError if one of them is written, too."""
+        """Add files that are read. name: for messages. Raises UsageError if one of them is written, too."""
         for path in paths:
             use = _Use.of(name, path)
             for other in self._writes:
@@ -232,11 +234,11 @@ class Uses:
             self._reads.append(use)
 
     def write(self, name: str, *paths: str | Path, updates: str = "") -> None:
-        """Name files that are written.
+        """Add files that are written. name: for messages.
 
-        updates: the name of a file that this one may be, because it is read from its old inode to the end.
+        updates: the name of an input that an output may replace, because it is read from its old inode to the end.
 
-        Raises UsageError if one of them is read, is another output, or is in a managed folder.
+        Raises UsageError if an output is also read, is another output, or is in a managed folder.
         """
         for path in paths:
             use = _Use.of(name, path, updates)
@@ -252,19 +254,19 @@ class Uses:
             self._writes.append(use)
 
     def manage(self, name: str, folder: Path) -> None:
-        """Name a folder whose files come and go. Raises UsageError if something else is written into it."""
+        """Add a folder in which the run creates and removes files. Raises UsageError if an output is in it."""
         for use in self._writes:
             _check_outside(use, name, folder)
         self._folders.append((name, folder))
 
 
 def model_parts(path: str | Path) -> list[Path]:
-    """Return the files of a model: one, or all parts of a split GGUF."""
+    """Return the files of a model: the file itself, or all parts of a split GGUF."""
     return [Path(part) for part in parts(str(path))]
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[str, Path]]) -> None:
-    """Raise UsageError if one of the files that are written is one of those that are read. All come with a name."""
+    """Raise UsageError if an output is also an input. Each file comes with a name for the message."""
     uses = Uses()
     for name, path in inputs:
         uses.read(name, path)
@@ -280,7 +282,7 @@ def _overwritten(output: _Use, read: _Use) -> UsageError:
 def _check_outside(use: _Use, name: str, folder: Path) -> None:
     real, home = Path(os.path.realpath(use.path)), Path(os.path.realpath(folder))
     if home in real.parents or any(_same_folder(parent, home) for parent in real.parents):
-        msg = f"{use.name} {use.path} is in the folder of {name}, {folder}, whose files come and go: give another place"
+        msg = f"{use.name} {use.path} is in the folder of {name}, {folder}, in which files are created and removed: give another place"
         raise UsageError(msg)
 
 
@@ -291,9 +293,9 @@ def _same_folder(a: Path, b: Path) -> bool:
 
 
 def _mark(path: Path) -> tuple[object, ...]:
-    """Return what tells files apart: device and inode; of a file to be made its folder's, and its name.
+    """Return the identity of a file: its device and inode or, if it does not exist yet, those of its folder, and its name.
 
-    (): it is not a regular file, and the same as no other.
+    (): the file is not a regular file, and is the same as no other.
     """
     try:
         real = Path(os.path.realpath(path))
@@ -317,7 +319,7 @@ def _same(a: _Use, b: _Use) -> bool:
 
 
 def _ignores_case(folder: Path) -> bool:
-    """Return whether names in a folder that differ by case alone are one, by making a file there for a moment."""
+    """Return whether a folder ignores the case of names, by creating a temporary file in it."""
     with suppress(OSError), tempfile.NamedTemporaryFile(prefix=".kvflash-case-", dir=folder) as file:
         return Path(file.name).with_name(Path(file.name).name.swapcase()).exists()
     return False

@@ -8,20 +8,21 @@ from pathlib import Path
 
 from pyllama_kvflash.gguf_header import Header, read_parts
 
-_MOST = 32 << 20  # bytes of tensors that are read; as many, or fewer, are read whole
+_MOST = 32 << 20  # bytes of tensors to read; a model with no more is read whole
 _SAMPLE = 4096  # bytes read at once
-_LEAST = 512  # bytes read of each matrix, however many there are
-_STACKED = 1024  # most matrices that a tensor is taken for: no model has as many experts
+_LEAST = 512  # fewest bytes read of each matrix, however many matrices there are
+_STACKED = 1024  # most matrices that a tensor is divided into: no model has as many experts
 
 
 def fingerprint(path: Path) -> int:
-    """Return 64 bits of blake2b over a model: of each of its files the size, the whole header and samples of the tensors.
+    """Return a 64-bit blake2b digest of a model: of each file's size, its whole header, and samples of its tensors.
 
-    path: of the only file, or of the first part. Names do not count.
+    path: the only file, or the first part. The names of files do not count. Raises OSError.
 
-    Of all matrices, a stacked tensor being several, the same number of bytes is read, evenly spaced from the first to the last, and
-    32 MiB in all unless there are many thousands; smaller models and matrices are read whole. So a change of a few rows of a large
-    matrix may not be seen; one of a matrix, as training, merging or quantising make it, is. Raises OSError.
+    The samples take the same number of bytes from each matrix, evenly spaced from the first to the last byte: 32 MiB in all, or
+    more for many thousands of matrices. A stacked tensor counts as several matrices. Smaller models and matrices are read whole.
+    So a change of a few rows of a large matrix may go unnoticed, but not a change of a whole matrix, such as by training,
+    merging or quantising.
     """
     files = [(part, header, part.stat().st_size) for part, header in read_parts(path)]
     spans = [_matrices(header, size) for _, header, size in files]
@@ -40,7 +41,7 @@ def fingerprint(path: Path) -> int:
 
 
 def _matrices(header: Header | None, size: int) -> list[tuple[int, int]]:
-    """Return from where to where in a file of so many bytes each matrix is; without a header, all of it."""
+    """Return the start and the end of each matrix in a file of `size` bytes. Without a header, the whole file is one matrix."""
     if header is None:
         return [(0, size)]
     stacked = {header.data + t.offset: math.prod(t.shape[2:]) for t in header.tensors}
@@ -54,7 +55,7 @@ def _matrices(header: Header | None, size: int) -> list[tuple[int, int]]:
 
 
 def _places(start: int, end: int, share: int) -> Iterator[tuple[int, int]]:
-    """Yield places with their bytes, which cover a span or so much of it, the first and the last bytes included."""
+    """Yield offsets and lengths to read of a span: all of it, or samples of `share` bytes in all, first and last byte included."""
     if end - start <= share:
         yield start, end - start
         return

@@ -1,9 +1,9 @@
 """The header of a GGUF file, and the files of a split model.
 
 The format (ggml-org/ggml, docs/gguf.md): "GGUF", version u32, number of tensors u64, number of values u64, the values, the
-tensors, and their data at a multiple of the alignment. A value is its key, a type u32, and its data; a tensor its name, the
-number of dimensions u32, the dimensions u64, a type u32, and where it is in the data u64. A string is its length u64, and its
-bytes. All is little-endian.
+tensors, and their data at a multiple of the alignment. A value consists of its key, a type u32, and its data; a tensor of its
+name, the number of dimensions u32, the dimensions u64, a type u32, and its offset in the data u64. A string consists of its
+length u64 and its bytes. Everything is little-endian.
 """
 
 import math
@@ -16,19 +16,19 @@ from typing import BinaryIO, NamedTuple, Self
 
 MAGIC = b"GGUF"
 SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
-"""The name of a part, as llama.cpp looks for it: prefix, number from 1, number of parts."""
+"""The file name of a part, in llama.cpp's form: prefix, number from 1, number of parts."""
 
 _STRING, _ARRAY = 8, 9
 _FORMS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
 _READ = 1 << 20  # bytes read at once
-_LONGEST = 1 << 28  # bytes of a header: the vocabulary is most of it, and has some MiB
+_LONGEST = 1 << 28  # most bytes of a header; usually it has some MiB, most of them for the vocabulary
 _U64 = struct.Struct("<Q")
 
 
 class Tensor(NamedTuple):
-    """A tensor: its name, its shape with the contiguous dimension first, its ggml_type, and its place in the data."""
+    """A tensor: its name, its shape with the contiguous dimension first, its ggml_type, and its offset in the data."""
 
     name: bytes
     shape: tuple[int, ...]
@@ -40,9 +40,9 @@ class Tensor(NamedTuple):
 class Header:
     """The header of a file.
 
-    raw: all its bytes, to the end of the tensors' list.
-    values: numbers and strings by key, without lists.
-    data: where the tensors' data begins.
+    raw: all bytes of the header, up to the end of the list of tensors.
+    values: numbers and strings by key; lists are left out.
+    data: offset of the tensors' data in the file.
     """
 
     raw: bytes
@@ -52,7 +52,7 @@ class Header:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read it. Raises OSError, EOFError if the file ends before it does, and ValueError if it is not of this format."""
+        """Read a file's header. Raises OSError, EOFError if the file ends within it, and ValueError if it is not in this format."""
         with path.open("rb") as file:
             cursor = _Cursor(file)
             if cursor.take(4) != MAGIC or cursor.number("<I") not in _VERSIONS:
@@ -69,12 +69,12 @@ class Header:
 
     @property
     def split(self) -> tuple[int, int]:
-        """The part that it is, from 0, and the number of parts; (0, 1): the model is one file."""
+        """The index of this part, from 0, and the number of parts; (0, 1): the model is one file."""
         no, count = (self.values.get(key) for key in (b"split.no", b"split.count"))
         return (no if isinstance(no, int) else 0), (count if isinstance(count, int) and count > 1 else 1)
 
     def needed(self) -> int:
-        """Return the bytes of the file if no tensor is cut. Raises ValueError for a type that is not known."""
+        """Return how many bytes the file needs to hold all its tensors. Raises ValueError for an unknown type."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415 (slow)
 
         if not self.tensors:
@@ -87,18 +87,18 @@ class Header:
 
 
 class _Cursor:
-    """Reads a file from its start. Raises EOFError if it ends before, and ValueError for what is unknown."""
+    """Reads the parts of a header in their order. Raises EOFError if the file ends early, and ValueError for unknown types."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._read, self._at = file, bytearray(), 0
         self._size = os.fstat(file.fileno()).st_size
 
     def passed(self) -> bytes:
-        """Return all bytes up to here."""
+        """Return all bytes up to the current place."""
         return bytes(self._read[: self._at])
 
     def pair(self) -> tuple[bytes, int | float | bytes | None]:
-        """Return the next key with its value; None: it is a list."""
+        """Return the next key with its value; None: the value is a list."""
         key, kind = self.take(self.number("<Q")), self.number("<I")
         if kind == _ARRAY:
             items, n = self.number("<I"), self.number("<Q")
@@ -118,7 +118,7 @@ class _Cursor:
         return Tensor(name, shape, self.number("<I"), self.number("<Q"))
 
     def number(self, form: str) -> int:
-        """Return a number; one with a fraction may come, too, where the form says so."""
+        """Return the next number; a float if the form says so. form: for struct.unpack()."""
         res: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]
         return res
 
@@ -140,7 +140,7 @@ class _Cursor:
         self._at += n
 
     def _skip_strings(self, n: int) -> None:
-        for _ in range(n):  # a vocabulary has hundreds of thousands
+        for _ in range(n):  # fast, since a vocabulary has hundreds of thousands of strings
             if self._at + _U64.size > len(self._read):
                 self._skip(_U64.size)
                 self._at -= _U64.size
@@ -159,7 +159,7 @@ def _form(kind: int) -> str:
 
 
 def parts(name: str) -> list[str]:
-    """Return all files of a model by the name of one, in order: one, or the parts of a split one, whichever is named."""
+    """Return the names of all files of a model, in order. name: the only file, or any part of a split model."""
     split = SPLIT.fullmatch(name)
     if not split:
         return [name]
@@ -167,9 +167,9 @@ def parts(name: str) -> list[str]:
 
 
 def read_parts(path: Path) -> list[tuple[Path, Header | None]]:
-    """Return the files that a model is loaded from, each with its header; None: it cannot be read as one.
+    """Return the files that a model is loaded from, each with its header; None: the header cannot be read.
 
-    path: of the only file, or of the first part. Raises OSError.
+    path: the only file, or the first part. Raises OSError.
     """
     first = _header(path)
     if first is None or first.split[1] == 1:

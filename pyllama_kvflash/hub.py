@@ -1,6 +1,6 @@
 """Models of the Hugging Face Hub: parse their names, choose a repository's model file, and translate the Hub's errors.
 
-Files lie in the Hub's own cache. huggingface_hub is imported when it is needed.
+Downloaded files are in the Hub's own cache. huggingface_hub is imported only when it is needed.
 """
 
 import errno
@@ -31,7 +31,7 @@ _NO_MODEL = re.compile(r"(?i:mmproj|imatrix)|(?:mtp|eagle3|dflash|dspark)-")  # 
 _TAG = re.compile(
     r"(?<![^\W_])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?(?:16|32)|(?:MX|NV)FP4\w*))(?=[-./]|$)", re.IGNORECASE
 )
-_HEADER = 8 << 20  # bytes of a file that are asked for at first: most vocabularies take less
+_HEADER = 8 << 20  # bytes of a file that are requested first: most headers are shorter
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _UNREACHABLE = {
@@ -49,9 +49,9 @@ _UNREACHABLE = {
 
 
 class Wanted(NamedTuple):
-    """A model on the Hub: a repository, a revision (None: main), and its file or its quantisation.
+    """A model on the Hub: a repository, a revision (None: main), and a file or a quantisation.
 
-    offline: take it from the cache only.
+    offline: take the file from the cache only.
     """
 
     repo: str
@@ -90,9 +90,7 @@ class Wanted(NamedTuple):
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """Return the files that can be the model, sorted: no projector, imatrix or draft head, and only the first of a
-    split one.
-    """
+    """Return the files that can be the model, sorted: no projector, imatrix or draft head, and only a split model's first part."""
     res = []
     for name in sorted(names):
         split = SPLIT.fullmatch(name)
@@ -109,10 +107,10 @@ def tag(name: str) -> str:
 
 
 def choose(names: Iterable[str], quant: str | None = None) -> str | None:
-    """Return the model among a repository's files, None if there is none of this quantisation.
+    """Return the model among a repository's files; None if none has the quantisation.
 
-    Without a quantisation it is Q4_K_M, else Q8_0, else the first file. If several have it: the one with exactly this
-    tag, then one in a single file, then the shortest name.
+    Without a quantisation, it is Q4_K_M, else Q8_0, else the first file. Of several matches, one with exactly this tag is
+    taken first, then one in a single file, then the one with the shortest name.
     """
     files = models(names)
     for wanted in [quant.upper()] if quant else DEFAULT_QUANTS:
@@ -133,14 +131,14 @@ def _stem(name: str) -> str:
 
 
 #
-# getting it
+# download
 #
 
 
 def fetch(wanted: Wanted, progress: Progress | None = None, note: Note = lambda _: None) -> Path:
     """Return the file of a model (the first part of a split one), downloaded into the Hub's cache unless it is there.
 
-    If the Hub does not give it, the cached one is taken, with a note. Raises UsageError and ModelError.
+    If the download fails, a cached file is taken, with a note. Raises UsageError and ModelError.
     """
     hub = library()
     if wanted.offline or _constants().HF_HUB_OFFLINE:
@@ -150,15 +148,15 @@ def fetch(wanted: Wanted, progress: Progress | None = None, note: Note = lambda 
             return _download(hub, wanted, progress, note)
     except KVFlashError:
         raise
-    except Exception as err:  # noqa: BLE001 (from the library, from what carries its requests, and from the system)
+    except Exception as err:  # noqa: BLE001 (from the library, its HTTP client, and the system)
         return _instead(wanted, err, note)
 
 
 def outline(wanted: Wanted, folder: Path, note: Note = lambda _: None) -> Path:
-    """Return a model's file with its header alone: the tensors are a hole as large as they are. It is for a look at a model (no_alloc) that
-    was not downloaded; a downloaded one is returned instead.
+    """Return a file with only the header of a model, and a hole in place of its tensors. It can be opened with no_alloc.
 
-    folder: where the files are written, all parts of a split one. Raises UsageError and ModelError.
+    A model that was downloaded before is returned instead. folder: where the file is written, or all parts of a split model.
+    Raises UsageError and ModelError.
     """
     hub = library()
     if wanted.offline or _constants().HF_HUB_OFFLINE:
@@ -178,7 +176,7 @@ def outline(wanted: Wanted, folder: Path, note: Note = lambda _: None) -> Path:
 
 
 def _write_header(hub: Any, url: str, path: Path) -> None:
-    """Write the header of a file of the Hub by ranges, twice as much each time, and make the file as large as it is there."""
+    """Write the header of a file on the Hub, asking for twice as many bytes until it is complete, and extend it to the full size."""
     found = hub.get_hf_file_metadata(url)
     size, n = int(found.size), _HEADER
     while True:
@@ -190,7 +188,7 @@ def _write_header(hub: Any, url: str, path: Path) -> None:
             Header.read(path)
             break
         except EOFError:
-            if n >= size:  # the file itself ends too early: opening it says so
+            if n >= size:  # the file itself ends too early: opening it reports that
                 return
         except ValueError:
             return
@@ -199,9 +197,7 @@ def _write_header(hub: Any, url: str, path: Path) -> None:
 
 
 def snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
-    """Download a repository's files that fit the patterns, and return their folder. Raises UsageError and
-    ModelError.
-    """
+    """Download a repository's files that match the patterns, and return their folder. Raises UsageError and ModelError."""
     hub = library()
     try:
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
@@ -243,13 +239,14 @@ def _offline(wanted: Wanted, note: Note) -> Path:
         what = wanted.file or wanted.quant or "a model"
         msg = f"{wanted.name}: {what} is not in the cache, and nothing is downloaded: run it once without {why}"
         raise ModelError(msg)
-    note(f"{wanted.name}: offline; using {path.name} of the cache")
+    note(f"{wanted.name}: offline; using {path.name} from the cache")
     return path
 
 
 def _instead(wanted: Wanted, err: Exception, note: Note) -> Path:
-    """Return the cached file when the Hub does not give it. Raise what the error means if there is none, or if it is no
-    help.
+    """Return the cached file after an error of the Hub, with a note.
+
+    Raises the translated error if nothing is cached, or if the request itself was wrong.
     """
     kinds = _kinds(err)
     problem = translated(wanted.name, err, "a file")
@@ -257,12 +254,12 @@ def _instead(wanted: Wanted, err: Exception, note: Note) -> Path:
     if path is None:
         raise problem from None
     why = f"{wanted.name}: the Hub cannot be reached" if kinds & _UNREACHABLE else problem
-    note(f"{why}; using {path.name} of the cache")
+    note(f"{why}; using {path.name} from the cache")
     return path
 
 
 def _chosen(hub: Any, wanted: Wanted, note: Note) -> list[str]:
-    """Return the parts of the model in the repository. Raises UsageError, and the library's own errors."""
+    """Return the names of the model's parts in the repository. Raises UsageError, and the library's own errors."""
     info = hub.HfApi().model_info(wanted.repo, revision=wanted.revision)
     names = [file.rfilename for file in info.siblings or ()]
     name = wanted.file or choose(names, wanted.quant)
@@ -278,14 +275,14 @@ def _chosen(hub: Any, wanted: Wanted, note: Note) -> list[str]:
 
 
 def _cached(wanted: Wanted) -> Path | None:
-    """Return the model if it was downloaded before, None unless all of it is there."""
+    """Return the model's file if all parts were downloaded before, else None."""
     root = Path(_constants().HF_HUB_CACHE) / f"models--{wanted.repo.replace('/', '--')}"
     revision = wanted.revision or "main"
     try:
         commit = revision if _COMMIT.fullmatch(revision) else (root / "refs" / revision).read_text().strip()
         folder = root / "snapshots" / commit
         names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    except (OSError, ValueError):  # there is none, or it cannot be read
+    except (OSError, ValueError):  # there is no cache, or it cannot be read
         return None
     whole = [name for name in names if names.issuperset(parts(name))]
     name = parts(wanted.file)[0] if wanted.file else choose(whole, wanted.quant)
@@ -294,7 +291,7 @@ def _cached(wanted: Wanted) -> Path | None:
 
 @contextmanager
 def _tamed(note: Note) -> Iterator[None]:
-    """Silence the library's log and its warnings, except that the disk is too small, which becomes a note."""
+    """Silence the library's log and its warnings, except the one about a full disk, which becomes a note."""
     import_module("huggingface_hub.utils.logging").set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -308,7 +305,7 @@ def _bar(progress: Callable[[int, int | None], None]) -> Any:
     base: Any = import_module("tqdm").tqdm
 
     class Bar(base):  # type: ignore[misc]
-        monitor_interval = 0  # no thread
+        monitor_interval = 0  # start no thread
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
@@ -319,14 +316,14 @@ def _bar(progress: Callable[[int, int | None], None]) -> Any:
             return True
 
         def update_transfer(self, n: float = 1) -> None:
-            """Ignore the bytes on the wire, which Xet counts beside those of the file."""
+            """Ignore the bytes on the wire, which Xet counts in addition to those of the file."""
 
-    Bar.set_lock(threading.RLock())  # the default one starts a process
+    Bar.set_lock(threading.RLock())  # tqdm's default lock starts a process
     return Bar
 
 
 #
-# what goes wrong
+# errors
 #
 
 
@@ -334,7 +331,7 @@ def _none_of(wanted: Wanted, names: list[str]) -> UsageError:
     files = models(names)
     if not files:
         return UsageError(
-            f"{wanted.name} has no GGUF model: take a repository that has (its name often ends in -GGUF), or convert it"
+            f"{wanted.name} has no GGUF model: take a repository with one (its name often ends in -GGUF), or convert it"
             " with llama.cpp's convert_hf_to_gguf.py"
         )
     tags = sorted({tag(name) for name in files} - {""})
@@ -348,12 +345,13 @@ def _kinds(err: BaseException) -> set[str]:
 
 
 def translated(name: str, err: Exception, instead: str) -> KVFlashError:
-    """Return an error of huggingface_hub as one sentence. Its classes have moved between modules but kept their
-    names.
+    """Return an error of huggingface_hub as one of ours. instead: what the user can give in place of the repository.
+
+    The library's classes are told apart by name, since they have moved between modules.
     """
     kinds = _kinds(err)
     if "RevisionNotFoundError" in kinds:
-        return UsageError(f"{name} has no such revision: give a branch, a tag or a commit of it after the @")
+        return UsageError(f"{name} has no such revision: give one of its branches, tags or commits after the @")
     if kinds & {"RepositoryNotFoundError", "HFValidationError"} and "GatedRepoError" not in kinds:
         return UsageError(f"{name} does not exist, or is private and you are not logged in (`hf auth login`)")
     if kinds & _UNREACHABLE:
@@ -362,12 +360,12 @@ def translated(name: str, err: Exception, instead: str) -> KVFlashError:
 
 
 def _reason(name: str, err: Exception) -> str:
-    """Return why the Hub does not give something that it has, or why it cannot be stored."""
+    """Return why an existing file cannot be downloaded, or why it cannot be stored: the rest of a sentence."""
     if "GatedRepoError" in _kinds(err):
         page = f"https://huggingface.co/{name.removeprefix('hf:').partition('@')[0]}"
-        return f", for it is gated: accept its terms on {page}, and log in with `hf auth login`"
+        return f", because it is gated: accept its terms on {page}, and log in with `hf auth login`"
     if getattr(getattr(err, "response", None), "status_code", None) == HTTPStatus.UNAUTHORIZED:
-        return ": the Hub does not know your token: log in again with `hf auth login`, or correct or unset HF_TOKEN"
+        return ": the Hub rejects your token; log in again with `hf auth login`, or correct or unset HF_TOKEN"
     if getattr(err, "errno", None) == errno.ENOSPC or "No space left" in str(err):
-        return ": No space left for the Hub's cache: free some, or set HF_HOME to a folder on another disk"
+        return ": no space is left for the Hub's cache; free some, or set HF_HOME to a folder on another disk"
     return ": " + next((line.strip() for line in str(err).splitlines() if line.strip()), type(err).__name__)

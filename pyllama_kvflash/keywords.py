@@ -1,4 +1,4 @@
-"""The fields of Options as keywords of a function: for type checkers, editors and help()."""
+"""The fields of Options as keyword arguments of a function: for type checkers, editors and help()."""
 
 import inspect
 from collections.abc import Callable
@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Keywords(TypedDict, total=False):
-    """The fields of Options, which says what each is. tests/test_public.py compares the two."""
+    """The fields of Options, where each is documented. tests/test_public.py compares the two."""
 
     n_ctx: int
     pool: int | str
@@ -59,7 +59,7 @@ class Keywords(TypedDict, total=False):
 
 
 def shows_options(function: F) -> F:
-    """Have the signature of a function with **options name the fields of Options, with their defaults."""
+    """Make the signature of a function with **options show the fields of Options, with their defaults."""
     own = inspect.signature(function)
     named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [

@@ -1,4 +1,4 @@
-"""Options of a run. Names are llama.cpp's where it has one."""
+"""Options of a run. They have llama.cpp's names if llama.cpp has them."""
 
 import os
 import re
@@ -21,18 +21,19 @@ MAX_TOKENS = 1 << 30  # positions are 32-bit numbers
 MAX_THREADS = 512  # ggml's limit
 MAX_SEQ = 256  # llama.cpp's limit
 _SPLIT_LAYERS = {
-    "row": "splits each matrix over the GPUs, and no pool was tried with that",
-    "tensor": "splits the KV of each layer over the GPUs, and a pool moves a layer's chunks on one",
+    "row": "splits each matrix over the GPUs, and was not tried with a pool",
+    "tensor": "splits the KV of each layer over the GPUs, and a pool needs a layer's KV on one GPU",
 }
 """Split modes of llama.cpp that are refused, and why."""
 _NOT_QUANTISED = ("f32", "f16", "bf16")  # cache types of V that llama.cpp takes without flash attention
-_CHOOSING = ("auto", "fresh")  # policies by which each layer chooses; loading turns "auto" into what the model can do
+_CHOOSING = ("auto", "fresh")
+"""Policies with which each layer chooses. Loading replaces "auto" by a policy that the model supports."""
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
 LOOKAHEAD = 64
 """Most tokens that lossless decoding drafts before a check."""
 RECURRENT_LOOKAHEAD = 8
-"""The same for models with a recurrent state, of which the exact pass then keeps as many copies."""
+"""The same for models with a recurrent state: the exact pass keeps a copy of the state for each of these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +47,19 @@ class Spec:
     "dflash": DFlash, DFlash2 or DSpark.
     "eagle3": EAGLE-3.
     "mtp": the model's own heads, or those in a file.
-    "ngram": what followed the last tokens earlier in the text.
+    "ngram": the tokens that followed the last tokens earlier in the text.
     """
     model: str | None = None
     """File of the draft model. "draft", "dflash" and "eagle3" need one; "mtp" may have one; "ngram" takes none."""
     n_max: int = 0
-    """The tokens of a draft, 1 to 64, unless fewer are guessed. 0: 1 to 8, as many as measured times and acceptance favour.
+    """Most tokens of a draft, 1 to 64; 0: 1 to 8, as many as pay by the measured times and acceptance.
 
-    A draft is checked in one batch of one token more.
+    A draft of n tokens is checked in one batch of n + 1.
     """
     p_min: float = 0.0
     """A guess that the draft model finds less likely than this (0 to 1) ends the draft."""
     window: int = 2048
-    """Positions, back from the last one, that the draft model remembers."""
+    """How many of the last positions the draft model remembers."""
     gate: float = 1.0
     """Drafting continues while a drafted step is worth this many plain steps. 0: always draft."""
 
@@ -93,28 +94,26 @@ class Options:
     # the context and the pool
     n_ctx: int = 0  # positions of a sequence; 0: as many as the model was trained for
     pool: int | str = (
-        "auto"  # tokens of KV on the device; "off": the full cache; "auto": that where it fits and a pool gains little
+        "auto"  # tokens of KV on the device; "off": the full cache; "auto": off if it fits and a pool gains little
     )
-    auto_cap: int | None = None  # the largest pool of "auto", and that it takes one; None: 16,384, or the full cache
+    auto_cap: int | None = None  # most tokens of an "auto" pool, then always taken; None: 16,384, or the full cache
     chunk: int = 64  # for measurements: tokens that move together: 16, 32 or 64
     tail: int = 4  # for measurements: chunks at the end that never leave the device
     pins: tuple[tuple[int, int], ...] = ()  # ranges of positions [start, end) that never leave the device
     n_parallel: int = 1  # sequences of n_ctx positions each that share the pool; needs a policy given by name
 
-    # how prompts are read that the pool cannot hold
-    prefill: str = "exact"  # "exact": every token sees all before it; "pool": what the pool holds; "auto": exact if its memory is there
-    opening: int = -1  # tokens of an answer that are decoded losslessly at first; -1: 32, or 0 with fresh and codes of 4 bits (`coarse` 4)
-    mode: str = (
-        "fast"  # "fast": an answer's tokens see the pool; "lossless": it drafts them, and all before them checks them
-    )
-    meter: float = 0.0  # largest share of the time that comparing tokens with the full cache may take; 0: none are
+    # prompts that the pool cannot hold, and answers
+    prefill: str = "exact"  # "exact": tokens see all before them; "pool": only the pool; "auto": exact if memory allows
+    opening: int = -1  # first tokens of an answer to decode losslessly; -1: 32, or 0 with fresh and codes of 4 bits
+    mode: str = "fast"  # "fast": an answer's tokens see the pool; "lossless": the pool drafts them, and the whole text checks them
+    meter: float = 0.0  # largest share of the time for comparing tokens with the full cache; 0: none are compared
     min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless; 0: never
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room, or on RPC servers
 
-    # what is seen of the rest
-    coarse: str = "auto"  # bits of the codes by which positions outside the pool are attended to: "4", "2" or "4,2" (keys, values); "off": they are not; "auto": by memory
+    # positions outside the pool
+    coarse: str = "auto"  # bits of their codes, to which tokens attend: "4", "2" or "4,2" (keys, values); "off": no codes; "auto": by memory
     codes_in_panes: bool | None = (
-        None  # for measurements: whether a GPU has codes where an exact pass has its layers, and on the host while a prompt is read; None: where they do not fit beside it
+        None  # for measurements: whether codes are in a GPU's memory for panes, and on the host during exact passes; None: if they do not fit beside it
     )
 
     # which chunks are resident
@@ -122,21 +121,21 @@ class Options:
         "auto"  # a name (see registry.policy_names()), or a Scorer; "auto": fresh where there are codes, else qk
     )
     tau: int = 0  # for measurements: fewest tokens between two scorings; 0: 2, or 64 with spec
-    swaps: int = 0  # for measurements: most chunks that a scoring brings back, 0: 4; with fresh, guests that a layer exchanges, 0: 32
+    swaps: int = 0  # for measurements: most chunks that a scoring brings back (0: 4); with fresh, guests that a layer exchanges (0: 32)
     share: float = 0.03  # for measurements: largest share of the decode time that scoring may take; 0: no limit
     again: float = (
         0.03  # for measurements: a token that missed more than this share of its attention is decoded again; 0: never
     )
     replay: int = (
-        64  # for measurements: tokens at the end of a prompt that run again once the pool was chosen for them; 0: none
+        64  # for measurements: tokens at the end of a prompt that run again after the pool was chosen for them; 0: none
     )
-    scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: search (scorers.reader)
+    scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: it is searched (scorers.reader)
 
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
 
-    # contexts longer than those of training
-    rope: Rope | None = None  # another scaling of RoPE; None: the model's own
+    # contexts longer than the trained one
+    rope: Rope | None = None  # scaling of RoPE; None: the model's own
 
     # computation
     n_batch: int = 0  # most prompt tokens of a decode call; 0: what the pool allows, up to 2,048
@@ -150,17 +149,17 @@ class Options:
     n_gpu_layers: int = -1  # layers on the GPUs; -1: all
     tensor_split: tuple[float, ...] = ()  # each GPU's share of the layers; (): by free memory
     split_mode: str = "layer"  # "layer": each GPU has some layers; "none": one GPU has all
-    main_gpu: int = 0  # with split_mode "none": which one, from 0; -1: the CPU
+    main_gpu: int = 0  # with split_mode "none": the GPU, from 0; -1: the CPU
     n_cpu_moe: int | str = (
-        0  # layers, from the first, whose experts, or else feed-forward weights, stay on the host; "auto": as few as possible
+        0  # first layers whose experts (or feed-forward weights) stay on the host; "auto": as few as possible
     )
     kv_offload: bool = True  # False: the full cache is in RAM, and the CPU computes attention (llama.cpp's --no-kv-offload); needs pool "off"
     rpc: tuple[str, ...] = ()  # RPC servers (host:port) whose devices are used, too
 
     # host memory and disk
     host_limit: int | None = None  # most bytes of chunk records in host memory; None: no limit
-    disk: str | None = None  # a folder for the records beyond that limit; None: no such records
-    snapshots: bool = False  # keep what save() needs: checkpoints, and a pool even if it covers the context
+    disk: str | None = None  # a folder for the records beyond host_limit; None: no records are on disk
+    snapshots: bool = False  # whether to keep what save() needs: checkpoints, and a pool even if it covers the context
     checkpoint_limit: int = 1 << 30  # most bytes of checkpoints (see rollback()) of all sequences; 0: none
 
     def __post_init__(self) -> None:
@@ -196,7 +195,7 @@ class Options:
             msg = f"`main_gpu` is {self.main_gpu}, and `split_mode` {self.split_mode} uses all GPUs: give `split_mode` none, too"
             raise UsageError(msg)
         if self.tensor_split and self.split_mode == "none":
-            msg = "`split_mode` none has all layers on one GPU, so `tensor_split` is without effect: leave one of them out"
+            msg = "`split_mode` none has all layers on one GPU, so `tensor_split` has no effect: leave one of them out"
             raise UsageError(msg)
         if isinstance(self.n_cpu_moe, str):
             check_choice(self.n_cpu_moe, ("auto",), "n_cpu_moe")
@@ -217,7 +216,7 @@ class Options:
     def _check_policy(self) -> None:
         check_choice(self.chunk, CHUNKS, "chunk")
         if isinstance(self.policy, str):
-            if self.policy not in BUILT_IN:  # which other packages register takes long to find out
+            if self.policy not in BUILT_IN:  # it takes long to find those that other packages register
                 check_choice(self.policy, policy_names(), "policy")
         elif isinstance(self.policy, type) or not isinstance(self.policy, Scorer):
             msg = f"`policy` is a {type(self.policy).__name__}: give a name, or a Scorer with name, summary, query and score()"
@@ -238,7 +237,7 @@ class Options:
             msg = "`policy` is fresh, whose layers choose by codes, and `coarse` is off: give policy qk, or leave `coarse` out"
             raise UsageError(msg)
         if self.codes_in_panes and self.reads_in_answers:
-            msg = "`codes_in_panes` is True, and an answer reads exactly, too (`mode`, `opening`, `meter`, `min_agreement`): leave it out"
+            msg = "`codes_in_panes` is True, and answers need exact passes, too (`mode`, `opening`, `meter`, `min_agreement`): leave it out"
             raise UsageError(msg)
 
     def _check_cache(self) -> None:
@@ -269,21 +268,19 @@ class Options:
         }
         wants = next((name for name, value in wanted.items() if value), None)
         if wants is not None and self.prefill != "exact":
-            msg = (
-                f"{wants} needs what reads prompts exactly, and `prefill` is {self.prefill!r}: leave one of the two out"
-            )
+            msg = f"{wants} needs exact passes, and `prefill` is {self.prefill!r}: leave one of the two out"
             raise UsageError(msg)
         check_range(self.panes, 0, MAX_TOKENS, "panes", "0 decides, 1 takes the least memory")
 
     @property
     def where(self) -> dict[str, Any]:
-        """On which devices models are, and how positions turn their keys, as arguments of Model.load()."""
+        """The devices of models, and the scaling of RoPE, as arguments of Model.load()."""
         names = ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu", "rope")
         return {name: getattr(self, name) for name in names}
 
     @property
     def on_cpu(self) -> bool:
-        """Whether no layer is on a GPU, whatever there is."""
+        """Whether all layers are on the CPU, even on a machine with GPUs."""
         return self.n_gpu_layers == 0 or self.main_gpu < 0
 
     @property
@@ -293,49 +290,51 @@ class Options:
 
     @property
     def reads_in_answers(self) -> bool:
-        """Whether an exact pass is asked for while an answer is decoded."""
+        """Whether the options ask for exact passes while an answer is decoded."""
         return self.lossless or self.opening > 0 or self.meter_share > 0
 
     def n_asking(self, query: str) -> int:
-        """Return how many tokens at the end of a prompt a scorer wants the queries of. query: see Scorer."""
+        """Return how many of a prompt's last tokens a scorer needs the queries of. query: see Scorer."""
         return n_queries(query) or max(1, self.replay)
 
     def n_lookahead(self, *, recurrent: bool) -> int:
-        """Return the most tokens that lossless decoding drafts; 0 without it. recurrent: whether a state goes back."""
+        """Return the most tokens that lossless decoding drafts; 0 without it. recurrent: whether the model has a recurrent state."""
         n = RECURRENT_LOOKAHEAD if recurrent else LOOKAHEAD
         wanted = self.lossless or self.min_agreement or (self.n_opening and not recurrent)
         return min(n, self.n_ubatch - 1) if wanted else 0
 
     @property
     def n_opening(self) -> int:
-        """Tokens at the beginning of an answer that are decoded losslessly: `opening`, or 32. With "fresh" and codes of 4 bits none:
-        RULER has the full cache's points without (docs/results/coarse.md). None, too, where each pass would move the codes.
+        """Number of first tokens of an answer that are decoded losslessly: `opening` or, if that is -1, 32 or 0.
+
+        It is 0 for "fresh" with codes of 4 bits, which reaches the full cache's RULER scores without an opening
+        (docs/results/coarse.md), and for codes that each exact pass would have to move.
         """
         usual = 0 if self.codes_in_panes or (self.policy == "fresh" and self.coarse == "4") else 32
         return self.opening if self.opening >= 0 else usual
 
     @property
     def n_swaps(self) -> int:
-        """Most chunks that one scoring brings back while decoding, or guests that a layer exchanges for a batch."""
+        """Most chunks that one scoring brings back while decoding or, with fresh, guests that a layer exchanges per batch."""
         return self.swaps or (EXCHANGE if self.policy in _CHOOSING else 4)
 
     @property
     def meter_share(self) -> float:
-        """Largest share of the time for comparing tokens with the full cache: meter, or 0.05 if there is a bound."""
+        """Largest share of the time for comparing tokens with the full cache: meter, or 0.05 if min_agreement needs one."""
         return self.meter or (0.05 if self.min_agreement else 0.0)
 
     def drafter_batch(self, n_batch: int) -> int:
-        """Return the most tokens that a drafter reads at once, if the pool takes n_batch: those of an exact pass, too."""
+        """Return the most tokens that a drafter reads at once: those of an exact pass, too. n_batch: the pool's batch size."""
         return n_batch if self.prefill == "pool" else max(n_batch, min(self.n_ubatch, self.n_ctx))
 
     @property
     def interval(self) -> int:
-        """Tokens from one scoring to the next: tau, or 2; with spec 64, as a draft ends where the pool may change."""
+        """Tokens from one scoring to the next: tau, or 2; with spec 64, since a draft ends where the pool may change."""
         return self.tau or (64 if self.spec else 2)
 
     @property
     def shape(self) -> PoolShape:
-        """The contents that a pool must hold."""
+        """What every pool must have room for."""
         pinned = n_pinned(pinned_chunks(self.pins, self.chunk), SINKS)
         return PoolShape(self.chunk, SINKS, self.tail, self.n_parallel * pinned, self.n_parallel)
 
@@ -345,7 +344,7 @@ class Options:
         return self.spec.most if self.spec else 0
 
     def resolved(self, n_ctx_train: int) -> Self:
-        """Return a copy with the model's context and this machine's threads filled in. Raises UsageError (a pin).
+        """Return a copy with the model's context and this machine's threads filled in. Raises UsageError for a pin beyond the context.
 
         n_batch is at most the context; 0 stays 0, and lets the pool decide.
         """
@@ -368,5 +367,5 @@ def check_span(start: int, end: int, n_ctx: int) -> None:
 
 
 def cores() -> int:
-    """Return how many cores this process may use: all of them if the system does not say."""
+    """Return how many cores this process may use; all cores if the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The names of policies: built-in ones, and those that other packages register. scorers.factory makes the scorers."""
+"""The names of policies: built-in ones, and those that other packages register. scorers.factory creates the scorers."""
 
 from importlib.metadata import EntryPoint, entry_points
 

@@ -1,4 +1,4 @@
-"""Turn token bytes into text that can be shown."""
+"""Text: token bytes as text that can be shown, printable names, JSON, and common beginnings."""
 
 import codecs
 import json
@@ -21,16 +21,16 @@ def n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 
 _UNSHOWN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Categories of characters that do something to a terminal or a log, and of half surrogate pairs: bytes of a path that are not UTF-8."""
+"""Unicode categories of characters that control a terminal or a log, and of surrogates, which stand for bytes of a path that are not UTF-8."""
 
 
 def printable(text: object, keep: str = "") -> str:
-    """Return a name or a message as it can be shown and sent: what cannot be shown becomes U+FFFD, apart from `keep`."""
+    """Return a name or a message that is safe to show and send. Other characters become U+FFFD, except those in `keep`."""
     return "".join("\ufffd" if unicodedata.category(c) in _UNSHOWN and c not in keep else c for c in str(text))
 
 
 def to_json(value: Any, **form: Any) -> str:
-    """Return a value as JSON, which has no NaN and no infinity: null takes their place. form: options of json.dumps."""
+    """Return a value as JSON, with null for NaN and infinities, which JSON lacks. form: options of json.dumps."""
     try:
         return json.dumps(value, allow_nan=False, **form)
     except ValueError:
@@ -49,7 +49,7 @@ _MOST_BYTES = 4  # of a character in UTF-8
 
 
 def unfinished(data: bytes) -> bytes:
-    """Return the bytes at the end of a text that begin a character and do not complete it; b"" if there are none."""
+    """Return the bytes of an incomplete character at the end of a text in UTF-8; b"" if the last character is complete."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data[-_MOST_BYTES:])
     return decoder.getstate()[0]
@@ -77,7 +77,7 @@ class TextStream:
             shown, self._held = self._held, ""
             return shown
         found = [(i + len(s), i, s) for s in self._stop if (i := self._held.find(s)) >= 0]
-        if found:  # take the one that is complete first, however the bytes are cut
+        if found:  # take the string that ends first, so that the result does not depend on how the bytes arrive
             _, start, self.stop = min(found)
             shown, self._held = self._held[:start], ""
             return shown
@@ -92,13 +92,13 @@ class TextStream:
         return self.stop is not None
 
     def go_on(self, data: bytes) -> None:
-        """Go on after the bytes of a text whose whole characters were shown before this began."""
+        """Continue a text whose complete characters have been shown. data: the bytes of that text."""
         self._decode(unfinished(data))
 
     def flush(self, *, goes_on: bool = False) -> str:
         """Return the text held back, at the end of the generation.
 
-        An incomplete UTF-8 sequence becomes U+FFFD. goes_on: leave it out, since the text may continue with the rest of it.
+        An incomplete UTF-8 sequence becomes U+FFFD. goes_on: the text may continue, so leave the sequence out.
         """
         rest = self._held + ("" if goes_on else self._decode(b"", final=True))
         self._held = ""

@@ -193,8 +193,8 @@ def test_all_text_of_a_docx_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (pdf(""), "is a PDF without text, of images perhaps"),
-        (pdf("x")[:90], "is a PDF that cannot be read.*give its text, as pdftotext makes it"),
+        (pdf(""), "is a PDF without text, perhaps of images"),
+        (pdf("x")[:90], "is a PDF that cannot be read.*give its text, such as from pdftotext"),
         (b"PK\x03\x04" + bytes(100), "is not UTF-8 text|is binary"),
     ],
     ids=["images", "cut off", "another zip"],
@@ -213,6 +213,6 @@ def test_without_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "a.pdf").write_bytes(pdf("x"))
     monkeypatch.setattr(documents, "import_module", missing)
     with pytest.raises(
-        UsageError, match=r"is a PDF: install what reads it with pip install 'pyllama-kvflash\[documents\]'"
+        UsageError, match=r"is a PDF: install its reader with pip install 'pyllama-kvflash\[documents\]'"
     ):
         read_text(str(tmp_path / "a.pdf"))

@@ -438,7 +438,7 @@ def test_the_prefix_cache_makes_the_second_run_warm(texts: tuple[Path, Path, Pat
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--append",), "--append says where the prompt goes"),
+        (("--append",), "--append needs the text of --restore FILE"),
         (("--save-snapshot", "/no/such/x.kvsnap"), "there is no folder /no/such"),
         (("--restore", "/no/such/x.kvsnap", "--append"), "/no/such/x.kvsnap cannot be read"),
         (("--restore", "/", "--append"), "is a directory"),
@@ -465,5 +465,5 @@ def test_verify_removes_what_is_damaged_and_what_needs_it(opened: Open, tmp_path
     assert res.exit_code == 1
     assert res.stderr.count("warning") == 1
     assert "1 file in" in res.stderr
-    assert "1 damaged; 3 removed, with those that have records in them" in res.stderr
+    assert "1 damaged; 3 removed, with those that need their records" in res.stderr
     assert [entry.path for entry in cache.entries()] == [apart]

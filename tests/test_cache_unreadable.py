@@ -173,7 +173,7 @@ def test_a_cache_that_cannot_be_written_costs_no_answer(
     done = CliRunner().invoke(main, [*run, "--prefix-cache", str(folder)])
     assert done.stdout == want
     assert done.exit_code == 0
-    assert "kvflash: warning: the prefix cache was not added to: " in done.stderr
+    assert "kvflash: warning: the text was not added to the prefix cache: " in done.stderr
     assert " cannot be written: " in done.stderr
 
 

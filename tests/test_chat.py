@@ -157,7 +157,7 @@ def test_commands(document: Any, template: str) -> None:
     assert res.exit_code == 0, res.output
     lines = res.stderr.splitlines()
     assert lines[0].startswith("kvflash: warning: the model has no chat template")
-    assert lines[1].startswith("kvflash: warning: there is no /nothing: there are /help, ")
+    assert lines[1].startswith("kvflash: warning: there is no command /nothing: there are /help, ")
     assert len(lines) == 2
     again = talk("hello\n/clear\nhello\n", "-sys", "Be brief.")
     assert again.stdout == res.stdout * 2
@@ -223,11 +223,11 @@ def test_a_file_is_not_lost_with_its_turn(template: str, tmp_path: Path) -> None
     )
     assert asked(three) == ["File book.txt:\n\nthe book\n\nthird"]
     lines = [line.removeprefix("kvflash: ") for line in res.stderr.splitlines()]
-    said = [line for line in lines if "taken back" in line or "new conv" in line or "any more" in line]
+    said = [line for line in lines if "taken back" in line or "new conv" in line or "no longer" in line]
     assert said == [
         f"the last message and its answer are taken back; before the next message: {book}",
         *[f"the last message and its answer are taken back; before the next message: {notes}"] * 2,
-        f"{notes} does not go before the next message any more",
+        f"{notes} no longer goes before the next message",
         f"a new conversation with {book}",
         f"a new conversation with {book}, without {notes}",
     ]
@@ -237,7 +237,7 @@ def test_a_file_is_not_lost_with_its_turn(template: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
-        ("", 2, "stdin has no message: give one a line"),
+        ("", 2, "stdin has no message: give one on each line"),
         ("\n\n", 2, "stdin has no message"),
         ("word " * 3000 + "\n", 2, "do not fit the context"),
         ("/exit\n", 0, ""),
@@ -263,7 +263,7 @@ def test_messages_are_taken_back_and_answered_again(document: Any, template: str
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2
     assert messages[0]["content"] == "File book.txt:\n\n" + document.text.removesuffix("\n") + "\n\n" + a.question
     assert messages[2:] == [{"role": "user", "content": b.question}, {"role": "assistant", "content": f"{b.answer}."}]
-    assert f"{saved} is there already: give another name" in res.stderr
+    assert f"{saved} exists already: give another name" in res.stderr
 
 
 def test_the_system_prompt_is_replaced(template: str, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_openai_responses(client: openai.OpenAI) -> None:
     assert then.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
     assert client.responses.retrieve(first.id).output_text == first.output_text
     client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError, match="not kept here"):
+    with pytest.raises(openai.NotFoundError, match="not stored here"):
         client.responses.retrieve(first.id)
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model=NAME, input="And?", previous_response_id=first.id)

@@ -234,13 +234,13 @@ def test_the_command_line(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("KVFLASH_COARSE", raising=False)
     pooled = ("-f", str(long_file), "--kvflash", "512", "-c", "4096", "-n", "4")
     said = good("run", *pooled).stderr
-    assert "and all else by 4 bits of keys and values" in said
+    assert "and 4 bits of keys and values for all else" in said
     said = good("run", *pooled, "--kvflash-coarse", "4,2", "--stats").stderr
-    assert "and all else by 4 bits of keys and 2 of values" in said
+    assert "and 4 bits of keys and 2 of values for all else" in said
     assert "codes" in said
     assert "all else" not in good("run", *pooled, "--kvflash-coarse", "off").stderr
     monkeypatch.setenv("KVFLASH_COARSE", "2")
-    assert "all else by 2 bits" in good("run", *pooled).stderr
+    assert "and 2 bits of keys and values for all else" in good("run", *pooled).stderr
     found = json.loads(good("inspect", "--kvflash", "512", "-c", "4096", "--json").stdout)
     assert found["coarse"] == "2"
     assert found["coarse_bytes"] == next(m["coarse"] for m in found["memory"] if m["coarse"])

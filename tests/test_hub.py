@@ -235,7 +235,7 @@ def test_inspect(fake: Hub, environ: dict[str, str]) -> None:
     for more, variables in ((("--offline",), {}), ((), {"HF_HUB_OFFLINE": "1"}), ((), {"LLAMA_ARG_OFFLINE": "1"})):
         offline = good(environ, *args, *more, **variables)
         assert model_of(offline) == path
-        assert offline.stderr == "kvflash: hf:test/needle: offline; using needle-Q8_0.gguf of the cache\n"
+        assert offline.stderr == "kvflash: hf:test/needle: offline; using needle-Q8_0.gguf from the cache\n"
     assert not fake.asked
 
 
@@ -369,7 +369,7 @@ def test_bad_token(fake: Hub, environ: dict[str, str]) -> None:
     fake.bad_token = True
     for more in ((), ("-hff", "needle-Q8_0.gguf")):
         res = process(environ, "inspect", "-hf", "test/needle:Q8_0", *more, HF_TOKEN="hf_wrong")
-        check_error(res, RUNTIME, "hf:test/needle cannot be downloaded: the Hub does not know your token", "HF_TOKEN")
+        check_error(res, RUNTIME, "hf:test/needle cannot be downloaded: the Hub rejects your token", "HF_TOKEN")
 
 
 def test_without_a_network(fake: Hub, environ: dict[str, str]) -> None:
@@ -382,7 +382,7 @@ def test_without_a_network(fake: Hub, environ: dict[str, str]) -> None:
     for more in ((), ("-hff", path.name)):
         res = good(environ, *args, *more, **nowhere)
         assert model_of(res) == path
-        assert res.stderr == f"kvflash: hf:test/needle: the Hub cannot be reached; using {path.name} of the cache\n"
+        assert res.stderr == f"kvflash: hf:test/needle: the Hub cannot be reached; using {path.name} from the cache\n"
 
 
 def test_a_hub_that_is_down(fake: Hub, environ: dict[str, str]) -> None:
@@ -394,7 +394,7 @@ def test_a_hub_that_is_down(fake: Hub, environ: dict[str, str]) -> None:
     fake.down = True
     res = good(environ, *args)
     assert "503" in res.stderr
-    assert res.stderr.endswith("; using needle-Q8_0.gguf of the cache\n")
+    assert res.stderr.endswith("; using needle-Q8_0.gguf from the cache\n")
 
 
 def test_what_was_downloaded_runs_when_access_is_lost(fake: Hub, environ: dict[str, str]) -> None:
@@ -411,8 +411,8 @@ def test_what_was_downloaded_runs_when_access_is_lost(fake: Hub, environ: dict[s
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), ("No space left for the Hub's cache", "set HF_HOME")),
-        (RuntimeError("I/O error: No space left on device (os error 28)"), ("No space left for the Hub's cache",)),
+        (OSError(errno.ENOSPC, "No space left on device"), ("no space is left for the Hub's cache", "set HF_HOME")),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), ("no space is left for the Hub's cache",)),
         (PermissionError(errno.EACCES, "Permission denied", "/cache"), ("cannot be downloaded: ", "/cache")),
         (RuntimeError("\n  strange \n more"), ("cannot be downloaded: strange",)),
         (TimeoutError("slow"), ("the Hub cannot be reached", "give a file")),

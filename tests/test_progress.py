@@ -84,11 +84,11 @@ def test_two_lines_say_what_runs_and_one_what_it_took(long_file: Path) -> None:
     said = [line for line in lines if not line.startswith("kvflash: reading ")]
     assert len(said) == 3, said
     assert said[0] == "kvflash: qwen3 6.97M Q8_0, a context of 4,096 tokens"
-    assert said[1].startswith("kvflash: pool of 768 tokens in f16, and all else by 4 bits of keys and values: ")
+    assert said[1].startswith("kvflash: pool of 768 tokens in f16, and 4 bits of keys and values for all else: ")
     assert " the full cache takes 12 MiB" in said[1]
     assert re.fullmatch(
         r"kvflash: read 1,\d+ tokens in [\d.:]+( s)?, wrote 4 at [\d.,]+ tok/s,( GPU [\d.]+ \w+,)? RAM [\d.]+ [MG]iB at its peak"
-        r"(, cut off after as many tokens as asked for \(-n\))?",
+        r"(, cut off at the token limit \(-n\))?",
         said[2],
     ), said[2]
 

@@ -122,7 +122,7 @@ def test_thoughts_are_continued_where_the_template_shows_them(kv: KVFlash) -> No
 def test_a_conversation_of_nothing() -> None:
     with (
         Model.load(BUNDLED_MODEL, no_alloc=True) as model,
-        pytest.raises(UsageError, match="nothing but an empty message"),
+        pytest.raises(UsageError, match="only an empty message"),
     ):
         ChatTemplate(model, SIMPLE).render([{"role": "assistant", "content": ""}])
 
@@ -199,8 +199,8 @@ def test_protocols_have_one_rule(name: str, path: str, kv: KVFlash) -> None:
 
 BOTH, NEITHER = ({"continue_final_message": one, "add_generation_prompt": one} for one in (True, False))
 REFUSED = {
-    "nothing to continue": ([ASKS], NAMED, "the last message is not a text of the assistant"),
-    "an empty one to continue": ([ASKS, says("")], NAMED, "is not a text of the assistant"),
+    "nothing to continue": ([ASKS], NAMED, "the last message is not an assistant's text"),
+    "an empty one to continue": ([ASKS, says("")], NAMED, "is not an assistant's text"),
     "both": ([ASKS, says("A")], BOTH, "are both true"),
     "neither": ([ASKS, says("A")], NEITHER, "are both false"),
     "a picture of the user": ([Said("user", [{"type": "image"}])], {}, "text"),
@@ -239,6 +239,6 @@ def test_what_no_result_is_gets_refused(path: str, value: Any, kv: KVFlash) -> N
 def test_a_call_cannot_follow_a_text(kv: KVFlash) -> None:
     said = [ASKS, says("I will")]
     tools = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
-    with pytest.raises(RequestError, match="the answer must call a tool, and continues the text of the last message"):
+    with pytest.raises(RequestError, match="the answer must call a tool, but it continues the text"):
         prompt(kv, CHAT, said, {**tools, "tool_choice": "required"})
     assert prompt(kv, CHAT, said, tools)[0].endswith("<|im_start|>assistant\nI will")

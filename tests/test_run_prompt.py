@@ -121,7 +121,7 @@ def test_a_text_that_took_long_to_read_is_kept(document: Any, tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     book, needles = tmp_path / "book.txt", document.needles
     book.write_text(document.text + "\n" * 2)
-    says = f"what was read is kept in {tmp_path / 'kvflash' / 'prefix'}, "
+    says = f"the text is kept in {tmp_path / 'kvflash' / 'prefix'}, "
 
     def ask(i: int, *more: str) -> Result:
         res = run(BUNDLED_MODEL, "-f", book, "-p", needles[i].question, *SMALL, "-n", "5", *more)
@@ -142,4 +142,4 @@ def test_a_text_that_took_long_to_read_is_kept(document: Any, tmp_path: Path, mo
     assert "from the prefix cache" in res.stderr
     (tmp_path / "kvflash" / "prefix").rename(tmp_path / "moved")
     (tmp_path / "kvflash" / "prefix").touch()
-    assert "what is read is not kept (--prefix-cache DIR or off)" in ask(2, "-v").stderr
+    assert "the text is not kept (--prefix-cache DIR or off)" in ask(2, "-v").stderr

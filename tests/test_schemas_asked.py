@@ -124,7 +124,7 @@ def test_arguments_that_a_template_names(model: Model) -> None:
         return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
     assert found.warnings == (
-        "tool text: # is not enforced: the chat template writes each argument in a form of its own, in which not all of it can be",
+        "tool text: # is not enforced: the chat template writes each argument in a form of its own, which cannot express all of it",
     )
     for allowed in (
         named("f", n="3"),

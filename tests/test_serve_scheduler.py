@@ -319,7 +319,7 @@ def test_a_cache_that_cannot_keep_what_the_model_has_is_told_once_and_not_asked(
         assert [Asked(scheduler, text[:n]).done.n_cached for n in (200, 300, 400)] == [0, 200, 300]
     assert not list(tmp_path.iterdir())
     [warning] = [record.message for record in caplog.records]
-    assert warning.startswith("no prompt is kept in --prefix-cache: its files are made of the chunks of a pool")
+    assert warning.startswith("--prefix-cache is not used: it stores the chunks of a pool")
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

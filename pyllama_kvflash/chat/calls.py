@@ -1,5 +1,7 @@
-"""Schemas in a conversation: those of tools, and of the answer. The model sees them as they were given; llama.cpp's templates make
-a grammar around marks, in whose place the grammars of the schemas are put.
+"""The schemas of a conversation: those of its tools, and that of the answer.
+
+The model sees them as they were given. llama.cpp gets marks in place of schemas, and makes a grammar with these marks; the rules
+of the schemas then replace the marks.
 """
 
 import json
@@ -17,21 +19,21 @@ _ANSWER = "answer"
 
 
 def checked_schema(schema: Any) -> Checked | None:
-    """Return the schema of an answer, checked, if it is not; None: there is none. Raises SchemaError."""
+    """Return the checked schema of an answer, which may be given checked or not; None: no schema. Raises SchemaError."""
     return schema if schema is None or isinstance(schema, Checked) else check(schema)
 
 
 class Calls:
-    """An engine of templates, to which schemas come as marks."""
+    """A template engine that gets marks in place of schemas."""
 
     def __init__(self, engine: ChatEngine) -> None:
         self.engine = engine
-        self._named = False  # whether the template's calls name each argument, and so have no place for a mark
+        self._named = False  # whether the template's calls name each argument, and so have no place for the mark of all parameters
 
     def applied(self, request: dict[str, Any]) -> Rendered:
-        """Return what llama.cpp makes of a request. Of several tools, one alone may be called.
+        """Render a request: its prompt, and the grammar and parser of its answer.
 
-        Raises UsageError, and SchemaError for a schema of the answer that cannot be used.
+        tool_choice may also name the one tool to call. Raises UsageError, and SchemaError for a response schema that cannot be used.
         """
         request = dict(request)
         choice, schema = request.get("tool_choice"), checked_schema(request.pop("json_schema", None))
@@ -48,7 +50,7 @@ class Calls:
         return replace(self._called(request, tools), prompt=prompt)
 
     def _called(self, request: dict[str, Any], tools: Sequence["_Tool"]) -> Rendered:
-        """Return what is made of a request with these tools; its prompt has marks."""
+        """Render a request with tools. Its prompt has marks in place of their schemas."""
         if not self._named:
             res = self.engine.apply({**request, "tools": [tool.marked() for tool in tools]})
             if res.grammar is None:
@@ -63,10 +65,11 @@ class Calls:
         return _with(res, text, [w for tool, these in zip(tools, lost, strict=True) for w in tool.warnings(*these)])
 
     def _told(self, request: dict[str, Any], schema: Checked) -> Rendered:
-        """Return what is made of a request whose answer is of a schema."""
+        """Render a request with a response schema."""
         res = self.engine.apply({**request, "json_schema": _marked(_ANSWER)})
         shown = json.dumps(schema.source, ensure_ascii=False)
-        res = replace(res, prompt=_SHOWN.sub(lambda _: shown, res.prompt))  # some templates show it to the model
+        # some templates show the schema to the model
+        res = replace(res, prompt=_SHOWN.sub(lambda _: shown, res.prompt))
         text, (found,) = _put(
             "" if res.grammar is None else res.grammar.text, [_Marks(schema, {_ANSWER: [schema.key]})]
         )
@@ -74,18 +77,18 @@ class Calls:
         return _with(res, text if found else None, [str(one) for one in (*schema.loosened, *lost)])
 
     def _called_or_told(self, request: dict[str, Any], tools: Sequence["_Tool"], schema: Checked) -> Rendered:
-        """Return what is made of a request whose answer calls tools or is of a schema: llama.cpp knows only one at once."""
+        """Render a request whose answer calls tools or follows a schema. llama.cpp supports only one of the two at a time."""
         called = self._called({**request, "tool_choice": "required"}, tools)
         told = self._told({**request, "tool_choice": "none"}, schema)
         if called.grammar is None or told.grammar is None or called.grammar.after != told.grammar.after:
-            msg = "its calls and a schema of the answer cannot be had together: leave out response_format, or the tools"
+            msg = "its calls cannot be combined with a schema of the answer: leave out response_format, or the tools"
             raise UsageError(msg)
         grammar = replace(called.grammar, text=either(called.grammar.text, told.grammar.text))
         res = self._called(request, tools)
         return replace(res, grammar=grammar, prompt=told.prompt, warnings=(*told.warnings, *called.warnings))
 
 
-_FREE = "the chat template has nothing that begins a call: its arguments are free"
+_FREE = "the chat template's calls begin without a mark, so their arguments are free"
 _SHOWN = re.compile(r'\{\s*"const":\s*\{\s*"kvflash":\s*"' + _ANSWER + r'"\s*\}\s*\}')
 
 
@@ -102,12 +105,15 @@ class _Tool:
 
     @property
     def whole(self) -> "_Marks":
-        """The mark that stands for its parameters."""
+        """The mark that stands for the tool's parameters."""
         return _Marks(self.checked, {self.mark: [self.checked.key]})
 
     @property
     def values(self) -> "_Marks":
-        """The marks for values of arguments other than strings: templates that name each argument write strings as plain text."""
+        """The marks that stand for argument values other than strings.
+
+        Templates that name each argument write strings as plain text.
+        """
         marks = {f"{self.mark}.{i}": a.keys for i, a in enumerate(self._arguments.of) if "string" not in a.types}
         return _Marks(self.checked, marks)
 
@@ -116,7 +122,7 @@ class _Tool:
         return self._with(_marked(self.mark))
 
     def named(self) -> dict[str, Any]:
-        """Return the tool with types of its arguments, and marks for their values."""
+        """Return the tool with the types of its arguments, and marks for their values."""
         properties = {
             a.name: _typed(a) | (_marked(mark) if (mark := f"{self.mark}.{i}") in self.values.keys else {})
             for i, a in enumerate(self._arguments.of)
@@ -128,25 +134,25 @@ class _Tool:
         return {**self._tool, "function": {**self._tool["function"], "parameters": parameters}}
 
     def lost(self, *, has_marks: bool) -> list[Loosened]:
-        """Return what a grammar of calls that name each argument does not enforce. has_marks: all marks had a place in it."""
+        """Return what is not enforced by a grammar whose calls name each argument. has_marks: whether it has all the marks."""
         if has_marks and self._arguments.exact:
             return []
         return [
             Loosened(
-                "#", "", "the chat template writes each argument in a form of its own, in which not all of it can be"
+                "#", "", "the chat template writes each argument in a form of its own, which cannot express all of it"
             )
         ]
 
     def warnings(self, *more: Loosened) -> list[str]:
-        """Return what is not enforced of the tool, a sentence each."""
+        """Return a sentence for each part of the tool's schema that is not enforced."""
         return [f"tool {self.name}: {one}" for one in (*self.checked.loosened, *more)]
 
 
 NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
-"""The parameters of a tool that names none: as llama.cpp has it."""
+"""The parameters of a tool that declares none, as in llama.cpp."""
 
 
-_FEW = 1 << 14  # characters of a schema that is remembered
+_FEW = 1 << 14  # most characters of a schema that is cached
 
 
 def _arguments(schema: Any) -> Checked:
@@ -161,12 +167,12 @@ def _remembered(text: str) -> Checked:
 
 
 def _marked(mark: str) -> dict[str, Any]:
-    """Return a schema of one value, which stands for another schema."""
+    """Return a schema with one constant, a mark that stands for another schema."""
     return {"const": {"kvflash": mark}}
 
 
 def _typed(argument: Argument) -> dict[str, Any]:
-    """Return a schema of an argument's types."""
+    """Return a schema with just the types of an argument."""
     if len(argument.types) == 1:
         return {"type": argument.types[0]}
     return {} if "string" not in argument.types or argument.types == TYPES else {"type": list(argument.types)}
@@ -174,14 +180,14 @@ def _typed(argument: Argument) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """The marks for parts of a schema, each with the keys of its shapes."""
+    """The marks that stand for parts of a schema, each with the keys of the part's shapes."""
 
     schema: Checked
     keys: Mapping[str, Sequence[Key]]
 
 
 def _put(text: str, marks: Sequence[_Marks]) -> tuple[str, list[bool]]:
-    """Put parts of schemas in the place of their marks in a grammar. Returns whether each of a schema's has a place, too."""
+    """Replace marks in a grammar by rules of their schemas. Returns the grammar, and for each schema whether all marks were found."""
     rules, found = [text.rstrip("\n") + "\n"], []
     for i, one in enumerate(marks):
         literals = [f'"{{\\"kvflash\\":\\"{mark}\\"}}"' for mark in one.keys]
@@ -194,7 +200,7 @@ def _put(text: str, marks: Sequence[_Marks]) -> tuple[str, list[bool]]:
 
 
 def _with(rendered: Rendered, text: str | None, warnings: Sequence[str]) -> Rendered:
-    """Return a rendered conversation with another text of its grammar (None: its own), and warnings."""
+    """Return a rendered conversation with another text of its grammar (None: the same), and further warnings."""
     grammar: Grammar | None = rendered.grammar
     if grammar is not None and text is not None:
         grammar = replace(grammar, text=text)

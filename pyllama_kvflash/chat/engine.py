@@ -48,10 +48,10 @@ def check_messages(messages: Sequence[Message]) -> None:
 class ChatTemplate:
     """Renders conversations.
 
-    warning: what the user should know of the template; "" if nothing.
+    warning: a warning for the user about the template; "": none.
     stop: strings that end an answer, beside the model's own end of text.
 
-    The template is part of the model file, and not trusted: llama.cpp limits its time, its depth and its texts.
+    The template is part of the model file, and not trusted: llama.cpp limits its time, its depth and the size of its texts.
     """
 
     def __init__(
@@ -62,10 +62,9 @@ class ChatTemplate:
         seconds: float = TEMPLATE_SECONDS,
         fix: str = "give another one as `template`",
     ) -> None:
-        """source: a template in place of the model's own. seconds: that it may take, each time. fix: what to do about one that cannot be
-        read.
+        """source: a template in place of the model's own. seconds: time limit for each rendering.
 
-        Raises UsageError if llama.cpp cannot read it.
+        fix: what the user can do about a template that cannot be read, for the error. Raises UsageError if llama.cpp cannot read the template.
         """
         given = source if source is not None else model.meta("tokenizer.chat_template")
         self.warning = "" if given else NO_TEMPLATE
@@ -78,12 +77,12 @@ class ChatTemplate:
 
     @property
     def caps(self) -> dict[str, bool]:
-        """What the template can do, by llama.cpp's names."""
+        """Whether the template supports each feature, by llama.cpp's names."""
         return self._calls.engine.caps
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template shows tools and calls. If not, they are part of the messages' text."""
+        """Whether the template supports tools and calls. If not, they are put into the messages' text."""
         return self.caps.get("supports_tool_calls", False)
 
     @property
@@ -94,12 +93,12 @@ class ChatTemplate:
     def rendered(
         self, messages: Sequence[Message], *, answer: bool = True, continues: bool | None = None, **asked: Any
     ) -> Rendered:
-        """Return a conversation as a prompt, with what its answer keeps to and how to parse it.
+        """Return a conversation as a prompt, with the grammar and the parser of its answer.
 
-        answer: add the beginning of the assistant's next message. continues: whether that is the last message, which the
-        answer continues; None: if it is one of the assistant that has a text, or thoughts, and no calls. Without a text it stands for
-        no message. asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls,
-        json_schema (or one that was checked), enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
+        answer: whether to add the beginning of the answer. continues: whether the answer continues the last message; None: only if
+        that is an assistant's message with text or reasoning, and without calls. An empty last message of the assistant is left
+        out. asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls, json_schema
+        (checked or not), enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
 
         Raises UsageError if the template does not take these messages or these tools, or fails, or the schema cannot be used,
         or there is no message to continue.
@@ -142,21 +141,22 @@ class ChatTemplate:
         return self.rendered(messages, answer=answer).prompt
 
     def begins(self, tokens: Tokens) -> tuple[int, ...]:
-        """Return where the messages of a conversation (n,) int32 begin, and last of all its answer, by the special token that
-        an answer begins with; () if the template has none.
+        """Return where the messages in a conversation's tokens (n,) int32 begin, and last where its answer begins.
+
+        All begin with the same special token; (): the template has no such token.
         """
         return () if self._opener is None else tuple(np.flatnonzero(tokens == self._opener).tolist())
 
     def next_turn(self, message: Message) -> str:
-        """Return what comes between an answer and the next one, if a conversation continues with a message.
+        """Return the text between an answer and the next one, for a conversation that continues with a message.
 
-        Raises UsageError as rendered() does, and if the template does not show an answer as it was.
+        Raises UsageError as rendered() does, and if the template does not show earlier answers unchanged.
         """
         text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, message])
         if _MARK not in text:
             msg = "the chat template does not show earlier answers: give the whole conversation as a new prompt"
             raise UsageError(msg)
-        return text.partition(_MARK)[2]  # the message may have it, too
+        return text.partition(_MARK)[2]  # the message may contain the mark, too
 
     @cached_property
     def _opener(self) -> int | None:
@@ -164,7 +164,7 @@ class ChatTemplate:
         asked: list[Message] = [{"role": "user", "content": "?"}]
         try:
             text, without = self.render(asked), self.render(asked, answer=False)
-        except UsageError:  # it wants more than this
+        except UsageError:  # the template demands other messages
             return None
         if not text.startswith(without):
             return None
@@ -172,8 +172,7 @@ class ChatTemplate:
         return ids[0] if ids and not self._model.piece(ids[0]) else None
 
     def tokens(self, model: Model, messages: Sequence[Message], *, answer: bool = True) -> Tokens:
-        """Return the token ids (n,) int32 of a conversation, with special tokens, and with BOS as the model wants it,
-        but only once.
+        """Return the token ids (n,) int32 of a conversation, with special tokens, and with one BOS if the model wants it.
 
         Raises UsageError as rendered() does, and if a message is not UTF-8 text.
         """
@@ -186,25 +185,25 @@ def _with_tools(messages: Sequence[Message], asked: Mapping[str, Any]) -> bool:
 
 
 _MARK = "8675309020406080"
-"""What marks the end of a text in a rendered conversation: no template changes digits."""
+"""Marks the end of a text in a rendered conversation. It consists of digits, which no template changes."""
 
 _CALL_LATE = (
-    "the answer must call a tool, and continues the text of the last message, after which a call cannot come: leave out that"
-    " message, or let tool_choice be auto"
+    "the answer must call a tool, but it continues the text of the last message, which no call can follow: leave out that"
+    " message, or set tool_choice to auto"
 )
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of which the last one's text has a mark at its end."""
+    """Return messages with a mark at the end of the last one's text."""
     *before, last = messages
     return [*before, {**last, "content": f"{last.get('content') or ''}{_MARK}"}]
 
 
 def _up_to_end(calls: Calls, request: Mapping[str, Any]) -> str:
-    """Return a conversation as the template itself writes it, up to the end of the last message's text. llama.cpp puts that text
-    after the header of an answer as it is, with thoughts in a form of its own.
+    """Return a conversation as the template itself writes it, up to the end of the last message's text.
 
-    "": the last message has no text, or the template does not show it.
+    llama.cpp alone would put that text after the header of an answer, with reasoning in a form of its own. "": the last message
+    has no text, or the template does not show it.
     """
     if not request["messages"][-1].get("content"):
         return ""
@@ -214,9 +213,10 @@ def _up_to_end(calls: Calls, request: Mapping[str, Any]) -> str:
 
 
 def _ending(messages: Sequence[Message], continues: bool | None) -> tuple[Sequence[Message], bool]:  # noqa: FBT001
-    """Return the messages before an answer, and whether it continues the last one. Raises UsageError if there is none to continue.
+    """Return the messages before an answer, and whether the answer continues the last one.
 
-    A last message of the assistant that says nothing, as agents send it after an answer without text, is left out.
+    An empty last message of the assistant, as agents send it after an answer without text, is left out. Raises UsageError if
+    there is no message to continue.
     """
     said = False
     while messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
@@ -226,10 +226,12 @@ def _ending(messages: Sequence[Message], continues: bool | None) -> tuple[Sequen
             break
         messages = messages[:-1]
     if continues and not said:
-        msg = "continue_final_message is true, and the last message is not a text of the assistant: add one, or leave it out"
+        msg = (
+            "continue_final_message is true, and the last message is not an assistant's text: add one, or leave it out"
+        )
         raise UsageError(msg)
     if not messages:
-        msg = "the conversation has nothing but an empty message of the assistant: add a message of the user"
+        msg = "the conversation has only an empty message of the assistant: add a message of the user"
         raise UsageError(msg)
     return messages, said and continues is not False
 
@@ -238,9 +240,9 @@ def tokenize_chat(model: Model, text: str) -> Tokens:
     """Return the token ids (n,) int32 of a rendered conversation. Raises UsageError if it is not UTF-8 text."""
     encoded(text, "the conversation")
     ids = model.tokenize(text, add_special=False, parse_special=True)
-    bos = model.tokenize("")[:1]  # none, if the model's prompts do not begin with it
+    bos = model.tokenize("")[:1]  # empty if the model's prompts have no BOS
     if len(bos) and str(bos[0]) == model.meta("tokenizer.ggml.eos_token_id") != _id(model, "bos"):
-        bos = bos[:0]  # such a BOS ends prompts, and a conversation continues
+        bos = bos[:0]  # it is the EOS at the end of such a model's prompts, and a conversation continues
     if len(bos) == 0 or (len(ids) and ids[0] == bos[0]):
         return ids
     return np.concatenate([bos, ids]).astype(np.int32)
@@ -251,5 +253,5 @@ def _id(model: Model, name: str) -> str | None:
 
 
 def _reason(err: Exception) -> str:
-    """Return llama.cpp's words in at most a line, without its mark of the place in a piece of the source."""
+    """Return the first line of llama.cpp's message, without the mark that points into the source."""
     return (str(err).splitlines() or [""])[0].rstrip(" ^")[:300]

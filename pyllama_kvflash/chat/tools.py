@@ -1,4 +1,4 @@
-"""Tools for a model whose chat template knows none: its system message describes them, and a call is JSON between two tags.
+"""Tools for a chat template that does not support them: the system message describes them, and a call is JSON between two tags.
 
 The form is that of Hermes and Qwen models, the most common one: https://github.com/NousResearch/Hermes-Function-Calling.
 """
@@ -12,9 +12,7 @@ from pyllama_kvflash.native import ChatEngine, Model, Rendered
 
 Message = Mapping[str, Any]
 
-WARNING = (
-    "the model's chat template knows no tools: its system message describes them, which a small model may not follow"
-)
+WARNING = "the model's chat template does not support tools: the system message describes them, which a small model may not follow"
 
 _EXPLAINED = """You may call these functions to help with the user's request. Their descriptions are JSON, one a line:
 <tools>
@@ -49,10 +47,10 @@ _FORM = """\
 
 
 class TextTools:
-    """What an answer with calls in this form keeps to, and how to parse it."""
+    """The grammar and the parser of answers with calls in this form."""
 
     def __init__(self, model: Model, *, seconds: float) -> None:
-        """seconds: that a rendering may take."""
+        """seconds: time limit for each rendering."""
         self._calls = Calls(ChatEngine(model, _FORM, seconds=seconds))
 
     def answered(self, request: Mapping[str, Any]) -> Rendered:
@@ -83,7 +81,7 @@ def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, 
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield messages as text. Results in a row are one message of the user, since templates want the roles to alternate."""
+    """Yield messages as text. Consecutive results become one message of the user, since templates want alternating roles."""
     results: list[str] = []
     for message in messages:
         if message["role"] == "tool":
@@ -101,7 +99,7 @@ def _texts(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _called(message: Message) -> Message:
-    """Return a message of the assistant with its calls as text."""
+    """Return an assistant's message with its calls as text."""
     parts = [message["content"]] if message.get("content") else []
     for call in message["tool_calls"]:
         given, name = call["function"]["arguments"], json.dumps(call["function"]["name"], ensure_ascii=False)

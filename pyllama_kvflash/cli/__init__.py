@@ -38,7 +38,7 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
 
 \b
   kvflash demo                                        a 16K prompt, full cache against a 2K pool
-  kvflash run model.gguf -f long.txt                  a prompt file, the full cache or a pool
+  kvflash run model.gguf -f long.txt                  a prompt file; the cache that suits it
   kvflash run model.gguf -f long.txt --kvflash 4K     a pool of 4,096 tokens
   kvflash run model.gguf -f long.txt --kvflash off    the full cache: the control
   kvflash run model.gguf -f long.txt --trace t.jsonl  record what stayed and came back, for the next line
@@ -46,13 +46,13 @@ of 64 tokens, to host memory and back, bit for bit. Device memory and decode spe
   kvflash ask model.gguf book.txt                     questions about files, read while you type
   kvflash chat model.gguf                             a conversation, kept in the context
   kvflash serve model.gguf -np 4                      a server for the OpenAI protocol, on one pool
-  kvflash bench niah                                  what a pool finds, against the full cache
+  kvflash bench niah                                  what a pool recalls, against the full cache
   kvflash inspect model.gguf                          what can be pooled, and what it costs
   kvflash plan model.gguf --memory 12G -c 128K        which options for this card and context
   kvflash convert-draft drafter/ --target model.gguf -o draft.gguf
 
-No output goes over a file that the command reads: that is refused before anything is loaded. A file that exists is
-replaced only once the new one is whole; it keeps its mode and owner, and a link to it stays a link.
+A command that would overwrite a file that it reads is refused before anything is loaded. An existing file is replaced
+only once the new one is complete; it keeps its mode and owner, and a link to it stays a link.
 
 \b
 Exit codes: 0 done; 2 the command is wrong: an option, the name of a file, or the prompt; 1 anything else failed: a model cannot
@@ -68,11 +68,11 @@ class Group(click.Group):
         return sorted([*super().list_commands(ctx), *OF_BENCHES])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of a name, None if there is none."""
+        """Return the command with a name; None: there is no such command."""
         return _of_benches(cmd_name) if cmd_name in OF_BENCHES else super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Find the command. Raises UsageError for a model in its place."""
+        """Find the command. Raises UsageError if a model's file name is in its place."""
         if args[0].endswith(".gguf"):
             msg = (
                 f'{args[0]} is not a command: kvflash run {args[0]} -p "text" asks this model, and -f FILE reads a file'
@@ -114,7 +114,7 @@ class Group(click.Group):
 
 
 def _of_benches(name: str) -> click.Command:
-    """Return a command of kvflash_bench; where that is not installed, a command that says so, whatever its arguments."""
+    """Return a command of kvflash_bench. If that is not installed, return a command that says so, whatever its arguments."""
     if find_spec("kvflash_bench"):
         found: click.Command = getattr(import_module("kvflash_bench.cli"), name)
         return found
@@ -129,7 +129,7 @@ def _of_benches(name: str) -> click.Command:
 
 
 def _sentence(err: click.ClickException) -> str:
-    """Return an error of click's as our own look: one sentence, and where to read more."""
+    """Return click's error in the form of ours: one sentence, and where to read more."""
     what = err.format_message()
     if isinstance(err, click.BadParameter) and err.param and err.message:
         what = f"{_given(err.param, err.ctx)}: {err.message}"
@@ -142,7 +142,7 @@ def _sentence(err: click.ClickException) -> str:
 
 
 def _given(param: click.Parameter, ctx: click.Context | None) -> str:
-    """Return the option, and the environment variable if its value came from there."""
+    """Return the option's name, and its environment variable if the value came from there."""
     name = "/".join(param.opts)
     by = ctx.get_parameter_source(param.name) if ctx and param.name else None
     return f"{name} (the environment variable {param.envvar})" if by == ParameterSource.ENVIRONMENT else name

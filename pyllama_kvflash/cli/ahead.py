@@ -14,25 +14,25 @@ from pyllama_kvflash.native import Tokens
 
 Seconds = Callable[[float], None]
 
-_LOOK_SECONDS = 0.1  # between two looks at a text that is waited for
+_LOOK_SECONDS = 0.1  # between two updates of the bar while waiting for a text
 
 
 class Ahead:
-    """Reads in a thread. The engine is its own until settle() or stop() returns."""
+    """Reads tokens in a thread. Nothing else may use the engine from begin() until settle() or stop() returns."""
 
     def __init__(self, kv: KVFlash, reporter: Reporter, on_read: Seconds, on_part: Seconds) -> None:
-        """on_read, on_part: called in the thread with the seconds that a text took, or a part of it that was stopped."""
+        """on_read, on_part: called in the thread with the seconds that it took to read a text, or a part of it before a stop."""
         self._kv, self._reporter, self._on_read, self._on_part = kv, reporter, on_read, on_part
         self._ended = threading.Event()  # Thread.join() does not wait again once Ctrl-C has ended it (Python 3.11)
-        self.reads = False  # whether a text was begun, and neither waited for nor stopped
+        self.reads = False  # whether a text was begun, and neither settle() nor stop() was called since
         self.progress: Prefill | None = None  # what was read so far
 
     def begin(self, tokens: Tokens) -> None:
-        """Read these tokens (n,) int32 after what is in the context."""
+        """Start reading tokens (n,) int32 after those in the context."""
         self.progress = None
         self._ended.clear()
         thread = threading.Thread(target=self._run, args=(tokens,), name="kvflash-ahead", daemon=True)
-        with suppress(RuntimeError):  # there is no memory for a thread: the text is read with the message
+        with suppress(RuntimeError):  # no memory for a thread: the text is read with the message
             thread.start()
             self.reads = True
 
@@ -48,15 +48,16 @@ class Ahead:
             for event in self._kv.prefill(tokens):
                 if isinstance(event, Prefill):
                     self.progress = event
-        except (KVFlashError, MemoryError):  # what is missing is read with the message, which says what is wrong
+        except (KVFlashError, MemoryError):  # the rest is read with the message, and a lasting error is reported then
             self._on_part(time.perf_counter() - start)
             return
-        with suppress(KVFlashError, MemoryError):  # it is tried again at the end
+        with suppress(KVFlashError, MemoryError):  # saving is tried again at the end
             self._on_read(time.perf_counter() - start)
 
     def settle(self) -> None:
-        """Wait until the text is read, with a bar. Ctrl-C stops it where native.interruptible() is in effect; pressed twice, it
-        leaves that to stop().
+        """Show a bar until the text is read.
+
+        Within native.interruptible(), Ctrl-C stops the reading. Pressed twice, it raises KeyboardInterrupt: call stop() then.
         """
         if not self.reads:
             return
@@ -67,7 +68,7 @@ class Ahead:
         self.reads = False
 
     def stop(self) -> None:
-        """Stop reading; what was read stays in the context. Ctrl-C takes effect after that."""
+        """Stop reading. The tokens read so far stay in the context. Ctrl-C takes effect only after the stop."""
         if not self.reads:
             return
         native.interrupt(True)

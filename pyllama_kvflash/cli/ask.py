@@ -13,8 +13,8 @@ from pyllama_kvflash.errors import UsageError
 
 HELP = """Ask questions about files: texts, PDF and DOCX (pip install 'pyllama-kvflash[documents]').
 
-The files are read while you type the first question, and every further one takes seconds. The model knows their names. What took 10 s to
-read is kept on disk, so that another day does not read it again. It is a conversation as in `kvflash chat`, with its commands.
+The files are read while you type the first question; an answer to a further question takes seconds. The model knows the files' names. A text
+that took 10 s to read is kept on disk, and need not be read again another day. It is a conversation as in `kvflash chat`, with its commands.
 
 \b
   kvflash ask model.gguf book.txt
@@ -22,7 +22,7 @@ read is kept on disk, so that another day does not read it again. It is a conver
   kvflash ask -hf Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M book.txt
   cat questions.txt | kvflash ask model.gguf book.txt --temp 0 > answers.txt
 
-A text may be as long as the context (-c) holds: 32K tokens are some 90 pages.
+A text may be as long as the context (-c): 32K tokens are some 90 pages.
 """
 
 
@@ -35,7 +35,7 @@ A text may be as long as the context (-c) holds: 32K tokens are some 90 pages.
     "questions",
     metavar="TEXT",
     multiple=True,
-    help="Answer this, and end. It can be given several times.",
+    help="Answer this question, and end. It can be given several times.",
 )
 @params.SYSTEM
 @TALK

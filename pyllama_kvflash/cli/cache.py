@@ -58,7 +58,7 @@ def _cache(folder: str | None) -> PrefixCache:
 
 
 def _warned(found: PrefixCache, reporter: Reporter) -> bool:
-    """Warn of sub-folders that cannot be read. Returns whether there are any."""
+    """Warn about sub-folders that cannot be read. Returns whether there are any."""
     unreadable = found.unreadable()
     for sentence in unreadable:
         reporter.warn(sentence)
@@ -68,8 +68,9 @@ def _warned(found: PrefixCache, reporter: Reporter) -> bool:
 @cache.command("ls", cls=Command, short_help="List the snapshots, the last used first.")
 @FOLDER
 def ls(folder: str | None) -> int:
-    """List the snapshots in the cache, the last used first; one whose date is ahead counts as the oldest. The size leaves out records that other files have. A model whose
-    name is not known has its fingerprint. The exit code is 1 if a folder in it cannot be read.
+    """List the snapshots in the cache, the last used first. One with a date in the future counts as the oldest. A size does not
+    include records in other files. A model without a known name is shown by its fingerprint. The exit code is 1 if a folder of
+    the cache cannot be read.
     """
     found = _cache(folder)
     table = Table("name", "tokens", "size", "used", "model", box=None, pad_edge=False)
@@ -96,7 +97,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 @cache.command("verify", cls=Command, short_help="Read every byte, and report what is damaged.")
 @FOLDER
-@click.option("--remove", is_flag=True, help="Remove damaged snapshots; one that cannot be read stays.")
+@click.option("--remove", is_flag=True, help="Remove damaged snapshots. Those that cannot be read stay.")
 def verify(folder: str | None, *, remove: bool) -> int:
     """Check every snapshot against its digests and checksums. The exit code is 1 if one is damaged, or cannot be read."""
     found, damaged, unread, removed = _cache(folder), 0, 0, list[Path]()
@@ -118,7 +119,7 @@ def verify(folder: str | None, *, remove: bool) -> int:
     failed = _warned(found, reporter)
     n = len(found.entries())
     kept = f", {unread} cannot be read" if unread else ""
-    gone = f"; {len(removed)} removed, with those that have records in them" if removed else ""
+    gone = f"; {len(removed)} removed, with those that need their records" if removed else ""
     reporter.note(f"{counted(n, 'file')} in {found.folder}, {damaged or 'none'} damaged{kept}{gone}")
     return 1 if damaged or unread or failed else 0
 
@@ -131,14 +132,17 @@ def verify(folder: str | None, *, remove: bool) -> int:
     "limit",
     metavar="SIZE",
     type=kinds.ByteSize(),
-    help="Remove the least recently used ones, down to this size.",
+    help="Remove the least recently used snapshots, down to this size.",
 )
 @click.option(
-    "--all", "everything", is_flag=True, help="Remove all, also responses that serve keeps, and leave an empty folder."
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Remove all snapshots, and the responses that serve has stored. The empty folder stays.",
 )
 def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everything: bool) -> int:
-    """Remove snapshots: by name, as `kvflash cache ls` shows it, the least recently used ones, or all. A snapshot that
-    goes on from a removed one, and has records in it, goes as well.
+    """Remove snapshots: those with the names that `kvflash cache ls` shows, the least recently used ones, or all. A snapshot
+    that continues a removed one, and needs its records, is removed, too.
     """
     if bool(names) + (limit is not None) + everything != 1:
         msg = "say what to remove: names, --to SIZE, or --all"

@@ -25,7 +25,7 @@ from pyllama_kvflash.errors import UsageError
 
 HELP = f"""Talk with a model.
 
-The conversation stays in the context, and only what is new is read. A message of several lines begins and ends with
+The conversation stays in the context, so only new text is read. A message of several lines begins and ends with
 \"\"\", or is pasted. Files are read while you type. Ctrl-C stops an answer, Ctrl-D quits. If stdin is a file or a pipe, each line is
 a message, and stdout carries only the answers.
 
@@ -40,7 +40,7 @@ When the context is full, the oldest turns are left out, and a warning says whic
   kvflash chat model.gguf -c 128K --kvflash 8K -sys "You are terse."
   cat questions.txt | kvflash chat model.gguf --temp 0 > answers.txt
 
-The chat template is the model's own.
+The chat template is the model's own, unless --chat-template-file gives another one.
 """
 
 
@@ -55,7 +55,7 @@ TALK = params.options(
     PREFIX_CACHE,
     params.VERBOSITY,
 )
-"""Options of every conversation, which asked_of() takes, with params.SYSTEM."""
+"""Options of every conversation, beside params.SYSTEM. asked_of() takes their values."""
 
 
 @click.command(cls=Command, help=HELP, short_help="Talk with a model.")
@@ -79,9 +79,9 @@ def chat(model_arg: str | None, model: str | None, *, quiet: bool | None, **opti
 
 
 def asked_of(options: dict[str, Any], files: Sequence[str], reporter: Reporter, questions: Sequence[str] = ()) -> Asked:
-    """Take what is asked out of the options of a command, and read the files; the others are left as fields of Options.
+    """Return the conversation that a command's options describe, and read its files. Raises UsageError.
 
-    questions: the messages, if they do not come from stdin. Raises UsageError.
+    options: changed in place; only fields of Options remain. questions: the messages, if they do not come from stdin.
     """
     n_predict, system = options.pop("n_predict"), options.pop("system")
     check_max_tokens(n_predict, least=1)
@@ -110,7 +110,7 @@ def asked_of(options: dict[str, Any], files: Sequence[str], reporter: Reporter, 
 
 
 def converse(path: Path, asked: Asked, options: dict[str, Any], reporter: Reporter) -> int:
-    """Load a model, and answer. options: fields of Options. Returns the exit code."""
+    """Load a model, and hold the conversation. options: fields of Options. Returns the exit code."""
     from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (slow)
 
     if reporter.verbose:

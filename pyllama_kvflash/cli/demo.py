@@ -22,11 +22,11 @@ from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 _TOKENS = 16_384
 HELP = """Run a long prompt through a pool, and then with the full cache.
 
-Writes a text with secret codes hidden at even depths, lets the bundled needle-7m read it, and asks for every code. A pool
-that brings back what the model's attention asks for (fresh, the default) comes first, and its answers are shown at once. For
-comparison, the same text and questions go through a pool of the same size that keeps what is recent (lru), which shows what
-a small cache forgets, and through the full cache, which shows what the model finds with all of the text in memory, and what
-that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answers on the screen.
+It writes a text with secret codes hidden at even depths, lets the bundled needle-7m read it, and asks for every code. First
+comes a pool with the default policy (fresh), in which the model's attention brings text back; its answers are shown at once.
+For comparison, the same text and questions go through a pool of the same size that keeps only the most recent text (lru), to
+show what a small cache forgets, and through the full cache, to show what the model finds with all of the text in memory, and
+at what cost. The full cache takes most of the time: Ctrl-C leaves the pool's answers on the screen.
 
 \b
   kvflash demo                              16K tokens through a pool of 2K; on 2 cores about 10 seconds to the
@@ -40,7 +40,7 @@ that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answ
 @click.option("--tokens", type=kinds.TokenCount(), default=_TOKENS, show_default=True, help="Length of the text.")
 @click.option("--kvflash", "pool", type=kinds.TokenCount(), default=2048, show_default=True, help="Pool in tokens.")
 @click.option("--needles", type=int, default=16, show_default=True, help="Codes to hide, and to ask for.")
-@click.option("-s", "--seed", type=int, default=1, show_default=True, help="Number of the text.")
+@click.option("-s", "--seed", type=int, default=1, show_default=True, help="Seed of the text.")
 @click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]")
 @click.option(
     "-o",
@@ -48,7 +48,7 @@ that costs. The full cache takes most of the time: Ctrl-C leaves the pool's answ
     metavar="FILE",
     type=Prints(),
     default=None,
-    help="Keep the text in this file, with the first question at its end.",
+    help="Write the text to this file, with the first question at its end.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")  # fmt: skip
 def demo(
@@ -57,7 +57,7 @@ def demo(
     """Run the demonstration."""
     reporter = Reporter()
     options: dict[str, Any] = {"n_ctx": tokens + QUESTION_ROOM, "n_threads": n_threads, "opening": 0}
-    # with codes, or in an opening, lru would find everything, too
+    # with codes of the rest, or a lossless opening, lru would find everything, too
     alone: dict[str, Any] = {"policy": "lru", "coarse": "off"}
     reads("the bundled model", BUNDLED_MODEL)
     with native.interruptible():

@@ -9,14 +9,14 @@ from typing import Any
 from pyllama_kvflash.errors import UsageError
 
 _PDF, _ZIP, _BODY = b"%PDF-", b"PK\x03\x04", "word/document.xml"
-_EDGE = 1024  # bytes at both ends of a PDF, within which readers look for its marks: some have a mail's lines before it
+_EDGE = 1024  # bytes at both ends in which to look for a PDF's marks: some files have mail headers before them
 
 
 def text_of(data: bytes, what: str) -> str | None:
-    """Return the text of a PDF or DOCX; None: it is neither. what: the document, for errors.
+    """Return the text of a PDF or DOCX; None: the data is neither. what: the document's name in errors.
 
-    Pages, paragraphs and rows of tables are lines of their own, in the document's order. Raises UsageError if a library is missing, or cannot
-    read it, and if there is no text in it.
+    Pages, paragraphs and rows of tables are lines of their own, in the document's order. Raises UsageError if the library for it
+    is missing or cannot read it, or if it has no text.
     """
     if data.startswith(_PDF) or (_PDF in data[:_EDGE] and b"%%EOF" in data[-_EDGE:]):
         return _read(data, what, "a PDF", "pypdf", _pages, "pdftotext")
@@ -26,23 +26,22 @@ def text_of(data: bytes, what: str) -> str | None:
 
 
 def _read(data: bytes, what: str, kind: str, library: str, parts: Any, tool: str) -> str:
-    instead = f"give its text, as {tool} makes it"
+    instead = f"give its text, such as from {tool}"
     try:
         found = import_module(library)
     except ImportError:
-        msg = f"{what} is {kind}: install what reads it with pip install 'pyllama-kvflash[documents]', or {instead}"
+        msg = f"{what} is {kind}: install its reader with pip install 'pyllama-kvflash[documents]', or {instead}"
         raise UsageError(msg) from None
     try:
         text = "\n\n".join(filter(None, (part.strip() for part in parts(found, io.BytesIO(data)))))
-    except Exception as err:  # noqa: BLE001 (whatever a broken document makes a library raise)
+    except Exception as err:  # noqa: BLE001 (broken documents make the libraries raise anything)
         why = (str(err).strip().splitlines() or [type(err).__name__])[0][:200]
         msg = f"{what} is {kind} that cannot be read ({why}): {instead}"
         raise UsageError(msg) from None
-    text = (
-        text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
-    )  # what a library makes of a wrong font table
+    # a wrong font table may give surrogates and zero bytes
+    text = text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
     if not text:
-        msg = f"{what} is {kind} without text, of images perhaps: recognise its text first, as ocrmypdf does"
+        msg = f"{what} is {kind} without text, perhaps of images: recognise its text first, such as with ocrmypdf"
         raise UsageError(msg)
     return text
 
@@ -64,7 +63,7 @@ def _paragraphs(docx: Any, file: io.BytesIO) -> Iterator[str]:
 
 
 def _blocks(node: Any, qn: Callable[[str], str]) -> Iterator[str]:
-    """Yield paragraphs, and tables with a line for each row, wherever they are in a node: content controls and insertions have some."""
+    """Yield the paragraphs and tables in a node, also within content controls and insertions. A table has a line for each row."""
     for child in node:
         if child.tag == qn("w:p"):
             yield _line(child, qn)
@@ -77,7 +76,7 @@ def _blocks(node: Any, qn: Callable[[str], str]) -> Iterator[str]:
 
 def _cells(row: Any, qn: Callable[[str], str]) -> Iterator[str]:
     for cell in row.iter(qn("w:tc")):
-        if next(cell.iterancestors(qn("w:tr"))) is row:  # not of a table within
+        if next(cell.iterancestors(qn("w:tr"))) is row:  # not of a nested table
             yield " ".join(filter(None, (block.strip() for block in _blocks(cell, qn))))
 
 

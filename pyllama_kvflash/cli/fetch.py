@@ -27,10 +27,9 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 
 
 def named_model(argument: str | None, option: str | None, *, environment: bool = True) -> str | Wanted | None:
-    """Return what MODEL.gguf, -m or -hf name, None if nothing does. What is typed takes precedence over the
-    environment.
+    """Return the model that MODEL.gguf, -m or -hf names; None: no model is named. Raises UsageError.
 
-    environment: whether a model that only the environment names counts. Raises UsageError.
+    The command line takes precedence over the environment. environment: whether a model that only the environment names counts.
     """
     typed = option if _typed("model") else None
     if argument and typed and argument != typed:
@@ -51,7 +50,7 @@ def named_model(argument: str | None, option: str | None, *, environment: bool =
 
 
 def model_path(argument: str | None, option: str | None, reporter: Reporter) -> Path:
-    """Return the model given as an argument, with -m or -hf, or the bundled one with a note that says so."""
+    """Return the file of the model that the command line names, or that of the bundled one, with a note that says so."""
     model = named_model(argument, option)
     if model:
         return located(model, reporter)
@@ -65,8 +64,9 @@ def model_path(argument: str | None, option: str | None, reporter: Reporter) -> 
 
 @contextmanager
 def outlined(argument: str | None, option: str | None, reporter: Reporter) -> Iterator[tuple[Path, list[str]]]:
-    """Find a model to look at: of one on the Hub that was not downloaded, the header alone. Gives its file, which may be gone afterwards, and
-    the words that name it on a command line. Raises as model_path().
+    """Yield the file of a model to inspect, and the words that name the model on a command line. Raises as model_path().
+
+    For a model on the Hub that was not downloaded, the file has only the header, and is removed afterwards.
     """
     wanted = named_model(argument, option)
     if not isinstance(wanted, Wanted):
@@ -81,7 +81,7 @@ def outlined(argument: str | None, option: str | None, reporter: Reporter) -> It
 
 
 def located(model: str | Wanted, reporter: Reporter) -> Path:
-    """Return the file of what named_model found, downloaded if it is on the Hub, and declare that it is read.
+    """Return the file of a model that named_model() found, downloaded if it is on the Hub, and declare that it is read.
 
     Raises UsageError and ModelError.
     """
@@ -113,7 +113,7 @@ def _wanted() -> Wanted | None:
     if repo:
         return Wanted.parse(repo, file, offline=meta.get("kvflash.offline", False))
     if file and _typed("hf_file"):
-        msg = f"-hff {file} is a file of no repository: add -hf user/model"
+        msg = f"-hff {file} needs a repository: add -hf user/model"
         raise UsageError(msg)
     return None
 

@@ -1,4 +1,4 @@
-"""What runs, and what an answer took, in words."""
+"""Lines and a table about a loaded engine, and about the cost of an answer."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def heading(kv: KVFlash) -> list[str]:
-    """Return two lines that say what runs: the model, and its cache."""
+    """Return two lines about a loaded engine: its model, and its cache."""
     o, s = kv.options, kv.stats()
     each = f", for each of {o.n_parallel} answers at once" if o.n_parallel > 1 else ""
     head = f"{kv.model.description}, a context of {o.n_ctx:,} tokens{each}"
@@ -40,7 +40,7 @@ def heading(kv: KVFlash) -> list[str]:
         ]
         return [head, f"full cache in {types}: {' and '.join(places)}"]
     room = kv.pager.guests
-    rest = f", and all else by {room.form}" if room else ""
+    rest = f", and {room.form} for all else" if room else ""
     lossless = ", each token checked against the full cache" if o.lossless else ""
     n_records = sum(need.records for need in kv.memory)
     what = f"pool of {kv.n_pool:,} tokens in {types}{rest}{lossless}"
@@ -59,7 +59,7 @@ def heading(kv: KVFlash) -> list[str]:
 
 
 def details(kv: KVFlash) -> list[str]:
-    """Return lines that say why, with the arithmetic of the pool."""
+    """Return lines that explain the choice of the cache, with the arithmetic of the pool."""
     o, s = kv.options, kv.stats()
     notes = [f"cache {o.type_k}/{o.type_v}, {counted(o.n_threads or 0, 'thread')}", *kv.notes]
     if o.spec:
@@ -88,7 +88,7 @@ def details(kv: KVFlash) -> list[str]:
 
 
 def _beside(kv: KVFlash, s: Stats) -> str:
-    """Return what is seen of all positions outside the pool; nothing without codes."""
+    """Return words about the codes of the positions outside the pool; "" without codes."""
     room = kv.pager.guests
     if room is None:
         return ""
@@ -98,15 +98,15 @@ def _beside(kv: KVFlash, s: Stats) -> str:
 
 
 _ENDED = {
-    "length": "cut off after as many tokens as asked for (-n)",
+    "length": "cut off at the token limit (-n)",
     "context": "cut off: the context is full (-c)",
     "interrupted": "interrupted",
 }
-"""Of reasons for which an answer ends, those that are not its own."""
+"""Reasons for the end of an answer other than its own end, in words."""
 
 
 def closing(s: Stats, reason: str) -> str:
-    """Return the line that ends an answer."""
+    """Return the line after an answer: its tokens, their speed, and memory."""
     parts = [f"read {counted(s.n_prompt, 'token')} in {duration(s.prefill_s)}"] if s.n_prompt else []
     rate = f" at {s.decode_rate:,.1f} tok/s" if s.n_generated > 1 else ""
     parts.append(f"wrote {f'{s.n_generated:,}' if s.n_prompt else counted(s.n_generated, 'token')}{rate}")
@@ -119,7 +119,7 @@ def closing(s: Stats, reason: str) -> str:
 
 
 def closing_details(s: Stats, reason: str) -> str:
-    """Return a line with what an answer took, part by part."""
+    """Return a line with all costs of an answer."""
     parts = [
         f"prefill {s.n_prompt:,} tok at {s.prefill_rate:,.0f} tok/s",
         f"decode {s.n_generated:,} tok at {s.decode_rate:,.1f} tok/s",
@@ -141,7 +141,7 @@ def closing_details(s: Stats, reason: str) -> str:
 
 
 def _held(s: Stats) -> list[str]:
-    """Return what a pool has on a GPU, and on the host."""
+    """Return words about a pool's memory on a GPU, and on the host."""
     share = 100 * s.device_kv_bytes / s.kv_full_bytes
     device = mib(s.kv_device_bytes) + _more(s.coarse_bytes, "of codes") + _more(s.pane_bytes, "to read prompts")
     host = mib(s.host_bytes)
@@ -149,7 +149,7 @@ def _held(s: Stats) -> list[str]:
 
 
 def _held_in_ram(s: Stats) -> str:
-    """Return what a pool has where there is no GPU: all of it is RAM."""
+    """Return words about a pool's memory without a GPU, where all of it is RAM."""
     n_all = s.device_kv_bytes + s.host_bytes
     parts = (
         _more(s.host_bytes, "of records") + _more(s.coarse_bytes, "of codes") + _more(s.pane_bytes, "to read prompts")

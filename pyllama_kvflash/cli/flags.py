@@ -1,4 +1,4 @@
-"""The command line's names for options, in place of Python's: a message of the library says `n_ctx`."""
+"""Replaces Python's names of options in messages, such as `n_ctx`, by those of the command line."""
 
 import re
 
@@ -12,14 +12,14 @@ _OTHERS = {
     "drafter": "spec.model",  # of `bench spec`
     "n_max": "spec.n_max",
 }
-"""Parameters of commands that are not called as the field is."""
+"""Fields of parameters whose names differ from the field's."""
 _FIELD = re.compile(r"`([a-z_]+(?:\.[a-z_]+)?)`")
 
 
 def spelled(text: str, command: click.Command | None = None) -> str:
     """Return a message with a command's names: -c/--ctx-size for `n_ctx`, --set panes for `panes`.
 
-    command: None for the one that runs. Options that it does not have keep Python's names.
+    command: None: the running command. Options that the command does not have keep Python's names.
     """
     if command is None:
         running = click.get_current_context(silent=True)
@@ -41,6 +41,6 @@ def spelled(text: str, command: click.Command | None = None) -> str:
 
 
 def _name(option: click.Option) -> str:
-    """Return what --help begins with: a short name and a long one, or the first long one."""
+    """Return an option's first short name and first long name, such as -c/--ctx-size; just one if it has no other."""
     short = [opt for opt in option.opts if not opt.startswith("--")]
     return "/".join([*short[:1], *[opt for opt in option.opts if opt.startswith("--")][:1]])

@@ -1,4 +1,4 @@
-"""`kvflash inspect`: show what of a model can be pooled, and what it costs."""
+"""`kvflash inspect`: show which layers of a model can be pooled, and the memory that a run takes."""
 
 import json
 from dataclasses import replace
@@ -28,11 +28,11 @@ from pyllama_kvflash.policy import PoolSize
 from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.text import printable
 
-HELP = """Show a model's architecture, memory class, pooled layers and bytes per token, and what a run with these options
-takes of each device.
+HELP = """Show a model's architecture, memory class, pooled layers and bytes per token, and the memory that a run with these
+options takes on each device.
 
-It loads no weights. Snapshots, the prefix cache and results of benches know a model by its fingerprint. What a device's driver
-takes for itself (some 660 MiB with CUDA) comes on top.
+It loads no weights. Snapshots, the prefix cache and results of benches identify a model by its fingerprint. The memory of a
+device's driver (some 660 MiB with CUDA) comes on top.
 
 \b
   kvflash inspect model.gguf
@@ -62,7 +62,7 @@ def inspect(model_arg: str | None, model: str | None, *, as_json: bool, **values
 
 
 _HOLDS = ("name", "gpu", "remote", "free", "token_bytes", "coarse")
-"""What is said of a device that holds KV."""
+"""Fields that are shown of a device that holds KV."""
 
 
 def _find(looked: Look) -> dict[str, Any]:
@@ -108,9 +108,7 @@ def _find(looked: Look) -> dict[str, Any]:
 
 
 def _coded(looked: Look, options: Options) -> Options:
-    """Return the options of a pool's codes, where there can be some: those that are taken, or with the full cache those of an
-    automatic pool.
-    """
+    """Return the options that decide the codes: the given ones or, with the full cache, those of an automatic pool."""
     if options.pool != "off" or looked.seen.uncoded or looked.seen.refusal:
         return options
     return looked.planned(pool="auto").options

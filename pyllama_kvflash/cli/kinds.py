@@ -66,7 +66,7 @@ class ByteSize(Kind):
 
 
 class PathPrefix(Kind):
-    """What the paths of a server begin with: /llm; "" for nothing. A slash at its end is left out."""
+    """A prefix of a server's paths, such as /llm; "": none. A slash at its end is dropped."""
 
     name = "prefix"
 
@@ -134,7 +134,7 @@ class Spans(Kind):
 
 
 class LogitBias(Kind):
-    """A token and what is added to its logit, as llama.cpp has it: 15043+1, 29905-inf."""
+    """A token and the number that is added to its logit, in llama.cpp's form: 15043+1, 29905-inf."""
 
     name = "bias"
 
@@ -147,7 +147,7 @@ class LogitBias(Kind):
 
 
 class Layers(Kind):
-    """A number of layers, or a word. words: what each word stands for. least: what smaller numbers give; None: themselves."""
+    """A number of layers, or a word. words: the value of each word. least: replaces smaller numbers; None: they are kept."""
 
     name = "layers"
 
@@ -155,7 +155,7 @@ class Layers(Kind):
         self.words, self.least = words, least
 
     def read(self, text: str) -> int | str:
-        """Return the number, or what a word stands for."""
+        """Return the number, or the word's value."""
         if text in self.words:
             return self.words[text]
         try:

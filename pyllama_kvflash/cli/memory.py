@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy.device import PURPOSES, DeviceBytes
 
-_NO_LIMIT = (
-    "records go to disk (`disk`) only once no RAM is left: give a limit of those in RAM, too (`host_limit` 256M, say)"
-)
+_NO_LIMIT = "records go to disk (`disk`) only once no RAM is left: limit those in RAM, too (`host_limit` 256M, say)"
 
 
 def mib(n: int) -> str:
@@ -16,19 +14,19 @@ def mib(n: int) -> str:
 
 
 def about(n: int) -> str:
-    """Return bytes in a number that is easily read: "892 MiB", "6.7 GiB"; below 10 MiB with a decimal."""
+    """Return bytes as a short text: "892 MiB", "6.7 GiB"; below 10 MiB with a decimal."""
     if n >= 1 << 30:
         return f"{n / 2**30:.1f} GiB"
     return f"{n / 2**20:.{int(n < 10 << 20)}f} MiB"
 
 
 def place_name(need: DeviceBytes) -> str:
-    """Return what a device's memory is called: "RAM", or the GPU's name."""
+    """Return the name of a device's memory: "RAM", or the GPU's name."""
     return need.name if need.gpu else "RAM"
 
 
 def sum_line(need: DeviceBytes) -> str:
-    """Return the sum of what a device holds: "912.3 MiB = 463.0 MiB weights + ..."."""
+    """Return a device's memory use as a sum: "912.3 MiB = 463.0 MiB weights + ..."."""
     names = PURPOSES | ({"program": "driver"} if need.gpu else {})
     terms = " + ".join(f"{mib(size)} {names[name]}" for name, size in need.parts.items())
     return f"{mib(need.total)} = {terms}"
@@ -51,7 +49,7 @@ def records_lines(options: Options, needs: Sequence[DeviceBytes], full: int) -> 
         return []
     n = round(options.n_parallel * options.n_ctx * max(0, full - fixed) / grows)
     said = (
-        f"without a GPU the pool and its records are the same RAM: beyond {n:,} tokens of text they take more than the full cache,"
+        f"without a GPU, the pool and its records share the RAM: beyond {n:,} tokens of text they take more than the full cache,"
         f" {about(most)} at most, unless records beyond a limit are on disk (`host_limit` 256M and `disk` DIR)"
     )
     return [said]

@@ -13,7 +13,7 @@ from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.errors import UsageError
 
 _QUOTES = '"""'
-_PASTE_SECONDS = 0.03  # within this time the next line of a paste is there
+_PASTE_SECONDS = 0.03  # within which the next line of a pasted text arrives
 
 
 def is_typed() -> bool:
@@ -22,8 +22,9 @@ def is_typed() -> bool:
 
 
 def messages(reporter: Reporter) -> Iterator[str]:
-    """Yield what a person types, or the lines of a file: messages and commands, without empty ones. Raises UsageError for a
-    file without any, and at a line that is not text.
+    """Yield messages and commands, without empty ones: those that a person types, or the lines of a file.
+
+    Raises UsageError for a file without messages, and for a line that is not text.
     """
     if typed := is_typed():
         with suppress(ImportError):
@@ -43,7 +44,7 @@ def messages(reporter: Reporter) -> Iterator[str]:
             if typed:
                 click.echo()
             elif not any_yet:
-                msg = "stdin has no message: give one a line"
+                msg = "stdin has no message: give one on each line"
                 raise UsageError(msg) from None
             return
         if text:
@@ -69,10 +70,13 @@ def _message(read: Callable[[str], str], *, typed: bool) -> str:
 
 
 def _reader() -> Callable[[str], str]:
-    """Return what reads a line of stdin, after a prompt. It raises EOFError, and UsageError for a line that is not text."""
+    """Return a function that shows a prompt, and reads a line of stdin.
+
+    It raises EOFError, and UsageError for a line that is not text.
+    """
     if sys.stdin.isatty():
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")  # what is not text fails as a message
+            sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text fail later, as a message
         return input
     lines = piped_lines()
 

@@ -15,14 +15,14 @@ QUESTION_ROOM = 64  # positions for a question and its answer
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What one configuration said. answers: one text for each needle; stats: of prompt and answers together."""
+    """The answers of one configuration. answers: one for each needle. stats: of the prompt and all answers together."""
 
     name: str
     answers: tuple[str, ...]
     stats: Stats
 
     def found(self, needles: tuple[Needle, ...]) -> list[bool]:
-        """Which codes were answered right."""
+        """Return for each needle whether its code was found."""
         return [needle.answer in answer for needle, answer in zip(needles, self.answers, strict=True)]
 
 
@@ -56,7 +56,7 @@ def ask_all(
 
 
 def positions(kv: KVFlash, prompt: NeedlePrompt) -> list[tuple[int, int]]:
-    """Positions [start, end) of every needle in the sequence, BOS counted."""
+    """Return the positions [start, end) of every needle in the sequence, counting BOS."""
     at = [len(kv.tokenize(prompt.text[: n.start])) for n in prompt.needles]
     return [
         (start, start + len(kv.tokenize(n.statement, add_special=False)))
@@ -65,7 +65,7 @@ def positions(kv: KVFlash, prompt: NeedlePrompt) -> list[tuple[int, int]]:
 
 
 def ask(kv: KVFlash, question: str) -> tuple[str, Stats]:
-    """A question after what is in the context, and the greedy answer up to the end of its line."""
+    """Ask a question after the text in the context. Returns the greedy answer up to the end of its line, and its stats."""
     text = ""
     greedy = Sampling(temperature=0)
     for event in kv.generate(question, max_tokens=ANSWER_TOKENS, sampling=greedy, stop=["\n"], append=True):

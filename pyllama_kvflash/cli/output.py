@@ -14,23 +14,23 @@ from pyllama_kvflash.files import Replacement, is_stream, standard_stream
 
 
 class Output:
-    """Text that goes to stdout, or to a file that is opened at once: a run that cannot write fails before it works.
+    """Text that goes to stdout or to a file. The file is opened at once, so that a run that cannot write fails before it starts.
 
-    A new file is written directly. One that is there stays as it is until close(), which puts the new one in its place;
-    if the block raises, or nothing was written, it is kept. A pipe or a device is written to.
+    A new file is written directly. An existing file stays as it is until close() replaces it; it is kept if the block raises,
+    or if nothing was written. A pipe or a device is written to directly.
     """
 
     def __init__(self, name: str | None, on_error: Callable[[OutputError], None] | None = None) -> None:
         """Open the output. Raises OutputError.
 
-        name: None or "-": stdout. on_error: called once if the open file cannot be written, and what comes then is
-        dropped; None: OutputError is raised.
+        name: None or "-": stdout. on_error: called once if the open file cannot be written, and later text is dropped; None:
+        OutputError is raised.
         """
         self._on_error = on_error
         self._failed = False
         self._path = Path(name) if name not in {None, "-"} else None
         self._file: IO[str] | None = None
-        self._new: Path | None = None  # made here
+        self._new: Path | None = None  # a file that was created here
         self._replacement: Replacement | None = None
         self._begun = False
         stream = standard_stream(self._path) if self._path is not None else 1
@@ -73,7 +73,7 @@ class Output:
 
     @property
     def is_seen(self) -> bool:
-        """Whether what is written is read as it comes, or is where stderr goes, too: a line between would tear a sentence apart."""
+        """Whether the text is shown on a terminal, or goes to the same file as stderr: a line there would split a sentence."""
         return self._path is None and (sys.stdout.isatty() or _is_one(sys.stdout, sys.stderr))
 
     def write(self, text: str) -> None:
@@ -94,7 +94,7 @@ class Output:
             self._fail(self._error(err))
 
     def close(self) -> None:
-        """Finish the file, and put it in the place of an old one. Harmless when called again.
+        """Finish the file, and replace an old one. Harmless when called again.
 
         Raises OutputError if there is no on_error.
         """
@@ -104,7 +104,7 @@ class Output:
         try:
             self._file.close()
             if new is not None:
-                self._replacement = None  # what commit() leaves, it leaves on purpose
+                self._replacement = None  # if commit() leaves a file, that is on purpose
                 new.commit()
         except OSError as err:
             self._fail(self._error(err))
@@ -112,7 +112,7 @@ class Output:
             self._discard()
 
     def _discard(self) -> None:
-        """Leave nothing of a file that was not finished, unless it is new and has text."""
+        """Remove an unfinished file, unless it is new and has text."""
         if self._replacement is not None:
             self._replacement.discard()
         elif self._new is not None and not self._begun:
@@ -136,7 +136,7 @@ class Answer(Output):
     """The answer of a run. If its file cannot be written, as on a full disk, all of it goes to stdout at the end."""
 
     def __init__(self, name: str | None, on_error: Callable[[OutputError], None]) -> None:
-        """Open the output, as Output does. If stdout is closed, nothing can take the answer, and OutputError is raised."""
+        """Open the output, as Output does. If stdout is closed, it cannot take the answer, so OutputError is raised."""
         super().__init__(name, None if stdout_closed() else on_error)
         self._text: list[str] = []
 
@@ -152,7 +152,7 @@ class Answer(Output):
         super().write(text)
 
     def close(self) -> None:
-        """Finish the file, or write what it cannot take to stdout. Harmless when called again."""
+        """Finish the file, or write the whole answer to stdout if it failed. Harmless when called again."""
         super().close()
         self._rescue()
 

@@ -21,17 +21,18 @@ from pyllama_kvflash.options import FLASH_ATTN, MODES, PREFILL, SPEC_KINDS, Spec
 from pyllama_kvflash.policy.coarse import CHOICES
 from pyllama_kvflash.policy.sizing import AUTO_CAP, AUTO_FULL, HOST_CAP
 
-CACHE_SIZE = "20GiB"  # of a prefix cache
+CACHE_SIZE = "20GiB"  # default size limit of a prefix cache
 
 
 def env(name: str) -> str:
-    """Return the environment variable of an option of llama.cpp's, which is its own. Ours have KVFLASH_."""
+    """Return llama.cpp's environment variable for one of its options. Variables of our own options begin with KVFLASH_."""
     return f"LLAMA_ARG_{name}"
 
 
 def resolve(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Options for values of POOL: with those of --set, and policy drafter if a scorer model is
-    given. Raises UsageError.
+    """Return the fields of Options for a command's option values, including those of --set. Raises UsageError.
+
+    A scorer model implies policy drafter.
     """
     res = values | settings.take(values, "")
     del res["settings"]
@@ -50,7 +51,7 @@ def rope(values: dict[str, Any]) -> Rope | None:
     inverse = values.pop("rope_freq_scale")
     source = click.get_current_context().get_parameter_source
     typed = [name for name in ("scale", "freq_scale") if source(f"rope_{name}") == ParameterSource.COMMANDLINE]
-    if typed == ["scale"]:  # the other one is the environment's
+    if typed == ["scale"]:  # the other one is from the environment
         inverse = None
     elif typed == ["freq_scale"]:
         given["scale"] = None
@@ -64,14 +65,14 @@ def rope(values: dict[str, Any]) -> Rope | None:
 
 
 def rope_flags(rope: Rope | None) -> list[str]:
-    """Return the options of a command line that give it."""
+    """Return the command-line options for a scaling of RoPE."""
     named = ((option, name) for option, name, *_ in _ROPE if hasattr(rope, name))
     given = ((option, getattr(rope, name)) for option, name in named if getattr(rope, name) != getattr(Rope(), name))
     return [text for option, value in given for text in (option, str(value))]
 
 
 def cache_size() -> int:
-    """Return the most bytes of a prefix cache: as the server's variable says, else the default."""
+    """Return the size limit of a prefix cache, in bytes: from the server's environment variable, else the default."""
     return ByteSize().read(os.environ.get("KVFLASH_PREFIX_CACHE_SIZE") or CACHE_SIZE)
 
 
@@ -94,7 +95,7 @@ def is_schema(text: str) -> bool:
 
 
 def _grammar(grammar: str | None, schema: str | None) -> str:
-    """Return the grammar that the answer keeps to. Raises UsageError."""
+    """Return the grammar of the answer; "": any text. Raises UsageError."""
     if grammar and schema:
         msg = "several grammars are given: give one of --grammar and --json-schema"
         raise UsageError(msg)
@@ -138,7 +139,7 @@ _CHOOSE_GPUS = (
 )
 
 NOT_HERE = {
-    "-sm": "give --set split_mode=none for one GPU; layer is the default, and row is not run",
+    "-sm": "give --set split_mode=none for one GPU; layer is the default, and row is not supported",
     "-mg": "give --set split_mode=none --set main_gpu=N",
     "-dev": _CHOOSE_GPUS,
     "--device": _CHOOSE_GPUS,
@@ -148,7 +149,7 @@ NOT_HERE = {
 
 
 def _not_here(name: str) -> Callable[[Any], Any]:
-    """Return a hidden option: a value is an error that says what to do."""
+    """Return a hidden option whose use is an error that says what to do instead."""
     says = f"{name} is not an option here: {NOT_HERE[name]}"
 
     def refuse(_ctx: click.Context, _param: click.Parameter, value: Any) -> None:
@@ -202,7 +203,7 @@ _ROPE: tuple[tuple[str, str, str, Any, str], ...] = (
     ("--yarn-beta-slow", "beta_slow", "YARN_BETA_SLOW", float, "YaRN: high correction dim or alpha."),
     ("--yarn-beta-fast", "beta_fast", "YARN_BETA_FAST", float, "YaRN: low correction dim or beta."),
 )  # fmt: skip
-"""llama.cpp's options for contexts longer than those of training, which the help of -c names: in --help they would hide others."""
+"""llama.cpp's options for contexts longer than the trained one. --help hides them, since they are many; the help of -c names them."""
 
 ROPE = options(
     *(click.option(option, f"rope_{name}", type=kind, default=None, hidden=True, envvar=env(variable), help=what)
@@ -217,15 +218,15 @@ ANSWER_LENGTH = click.option("-n", "--predict", "--n-predict", "n_predict", type
 
 CONTEXT = options(
     click.option("-c", "--ctx-size", "n_ctx", type=TokenCount(), default=0, envvar=env("CTX_SIZE"), show_default=True,
-                 help="Context size in tokens, 0: loaded from the model. It costs memory at once without a"
-                 " pool; with one, that of two layers, to read prompts (1 GiB at 128K tokens of an 8B model), and of codes on a GPU."
-                 " Beyond what a model was trained for, some take --rope-scaling yarn --rope-scale 4; llama.cpp's other options"
-                 " of RoPE and YaRN are known, too (docs/FAQ.md)."),
+                 help="Context size in tokens, 0: loaded from the model. Without a pool, the memory for all of it is allocated at"
+                 " once; with a pool, the memory of two layers, to read prompts (1 GiB at 128K tokens of an 8B model), and on a GPU"
+                 " that of the codes. Beyond the trained context, some models need --rope-scaling yarn --rope-scale 4;"
+                 " llama.cpp's other options for RoPE and YaRN work, too (docs/FAQ.md)."),
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(CACHE_TYPES)), default="f16",
                  show_default=True, envvar=env("CACHE_TYPE_K"), help="KV cache data type for K."),
     click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(CACHE_TYPES)), default="f16",
                  show_default=True, envvar=env("CACHE_TYPE_V"),
-                 help="KV cache data type for V; a quantised one needs -fa."),
+                 help="KV cache data type for V; a quantised type needs -fa."),
     click.option("-fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="auto",
                  show_default=True, envvar=env("FLASH_ATTN"), help="Flash attention."),
     ROPE,
@@ -236,8 +237,8 @@ COMPUTE = options(
                  envvar=env("BATCH"), help="Logical batch size: prompt tokens per decode call, which the pool must"
                  " hold. 0: as many as it can hold, at most 2048."),
     click.option("-ub", "--ubatch-size", "n_ubatch", type=TokenCount(), default=512, show_default=True,
-                 envvar=env("UBATCH"), help="Physical batch size: prompt tokens computed at once; 128 where a GPU has no memory for codes else"
-                 " (--kvflash-coarse auto)."),
+                 envvar=env("UBATCH"), help="Physical batch size: prompt tokens computed at once; lowered to 128 if codes fit"
+                 " a GPU only then (--kvflash-coarse auto)."),
     click.option("-t", "--threads", "n_threads", type=int, default=None, envvar=env("THREADS"),
                  help="CPU threads.  [default: all cores]"),
     click.option("-ngl", "--n-gpu-layers", "n_gpu_layers", metavar="N|all", type=ALL_LAYERS, default="all",
@@ -249,60 +250,61 @@ COMPUTE = options(
                  " Devices of --rpc come first.  [default: by their free memory]"),
     click.option("-ncmoe", "--n-cpu-moe", "n_cpu_moe", metavar="N|auto", type=HOST_LAYERS, default=0,
                  show_default=True, envvar=env("N_CPU_MOE"),
-                 help="Keep the experts of the first N layers in host memory, or the feed-forward weights if the model has none. auto: as few"
-                 " layers as leave room for the pool; if all of them and the full cache fit, no pool is used, unless --kvflash is a number."),
+                 help="Keep the experts of the first N layers in host memory, or the feed-forward weights if the model has no"
+                 " experts. auto: as few layers as make room for the pool. If all layers and the full cache fit the GPU, no pool is"
+                 " used, unless --kvflash is a number."),
     click.option("--rpc", metavar="HOST:PORT,...", type=Servers(), default="", envvar=env("RPC"),
                  help="RPC servers whose devices are used, too. Start llama.cpp's rpc-server on each machine; it trusts"
                  " every client."),
 )  # fmt: skip
 
 VERBOSITY = click.option("-q/-v", "--quiet/--verbose", "quiet", default=None,
-                         help="-q: on stderr only warnings, errors and, on a terminal, progress. -v: why the cache is as it is, what takes"
-                         " memory, and llama.cpp's log, too.")  # fmt: skip
+                         help="-q: print only warnings, errors and, on a terminal, progress on stderr. -v: also print how the cache"
+                         " was chosen, what takes memory, and llama.cpp's log.")  # fmt: skip
 
 POOL = options(
     click.option("--kvflash", "pool", metavar="N|auto|off", type=TokenCount("auto", "off"), default="auto",
                  show_default=True, envvar="KVFLASH_POOL",
-                 help="Pool size in tokens; off: the full cache; auto: the full cache where it fits, on a GPU up to"
-                 f" {AUTO_FULL:,} tokens, without one up to 1 GiB, else half of the free device memory, at most {AUTO_CAP:,} tokens,"
-                 f" without a GPU {HOST_CAP:,} (--set auto_cap)."),
+                 help="Pool size in tokens; off: the full cache; auto: the full cache if it fits, up to"
+                 f" {AUTO_FULL:,} tokens on a GPU, or 1 GiB without a GPU; else a pool of half the free device memory, at most"
+                 f" {AUTO_CAP:,} tokens, or {HOST_CAP:,} without a GPU (--set auto_cap)."),
     click.option("--kvflash-prefill", "prefill", type=click.Choice(PREFILL), default="exact", show_default=True,
                  envvar="KVFLASH_PREFILL",
-                 help="How a prompt that the pool cannot hold is read. exact: every token sees all before it, as with the"
-                 " full cache, layer by layer from host memory. pool: a token sees what the pool holds; this takes less"
-                 " memory, and answers get worse. auto: exact, or pool with a warning if memory is short."),
+                 help="How to read a prompt that the pool cannot hold. exact: every token sees all tokens before it, as with the"
+                 " full cache; their KV comes from host memory, layer by layer. pool: a token sees what the pool holds; this"
+                 " takes less memory, but answers get worse. auto: exact, or pool with a warning if memory is short."),
     click.option("--kvflash-mode", "mode", type=click.Choice(MODES), default="fast", show_default=True,
                  envvar="KVFLASH_MODE", callback=_mode,
-                 help="How an answer is decoded. fast: its tokens see the pool. lossless: the pool drafts them, and one pass"
-                 " over the whole text checks the draft; the answer is the full cache's, but for near ties by the width of"
-                 " batches, as in any speculative decoding. --kvflash-exact is short for lossless. --set min_agreement=0.9 changes"
-                 " from fast to lossless when less than 90 % of compared tokens are the full cache's."),
+                 help="How to decode an answer. fast: its tokens see the pool. lossless: the pool drafts them, and one pass"
+                 " over the whole text checks the draft. The answer is then the full cache's, except where two tokens are so close"
+                 " that the batch size decides, as in any speculative decoding. --kvflash-exact is short for lossless. --set"
+                 " min_agreement=0.9 switches from fast to lossless when less than 90 % of the compared tokens are the full cache's."),
     click.option("--kvflash-exact", _EXACT, is_flag=True, is_eager=True, hidden=True, expose_value=False, callback=_keep,
                  help="--kvflash-mode lossless."),
     click.option("--kvflash-host", "host_limit", metavar="SIZE", type=ByteSize(), default=None, envvar="KVFLASH_HOST",
                  help="Most host memory for the records of chunks, such as 64GiB or 512M. A prompt that needs more is"
-                 " refused before it runs.  [default: what there is]"),
+                 " refused before it runs.  [default: no limit]"),
     click.option("--kvflash-disk", "disk", metavar="DIR", type=Harmless("files without a name"), default=None,
                  envvar="KVFLASH_DISK",
-                 help="Folder on a fast disk for the records beyond --kvflash-host, which is to be given, too: without it, they"
-                 " go there only once no memory is left. They are in unnamed files, which vanish with the process. With a GPU"
-                 " policy auto is qk then."),
+                 help="Folder on a fast disk for the records beyond --kvflash-host. Give that option, too: without it, records"
+                 " go to disk only once no memory is left. The files have no names, and vanish with the process. With a GPU,"
+                 " policy auto is then qk."),
     click.option("--kvflash-coarse", "coarse", metavar="4|4,2|2|off|auto", type=click.Choice(CHOICES), default="auto",
                  show_default="auto: the most bits that fit, on the CPU and with CUDA", envvar="KVFLASH_COARSE",
-                 help="Bits of a value in the codes of all positions, of keys and values or of keys, values: every token attends to"
-                 " what is outside the pool by them, and to the pool exactly. 4 takes 26 % of an f16 cache, 4,2 20 % and 2 13 %"
-                 " (heads of 128). off: nothing outside the pool is seen, policy auto is qk, and memory on the device is"
-                 " the pool's alone."),
+                 help="Bits per value of the codes; 4,2: 4 for keys, 2 for values. Every token attends to the pool exactly, and to"
+                 " the codes of everything outside it. Codes of 4 bits take 26 % of an f16 cache, 4,2 takes 20 % and 2 takes 13 %"
+                 " (heads of 128). off: tokens see nothing outside the pool, policy auto is qk, and only the pool takes device"
+                 " memory."),
     click.option("--kvflash-policy", "policy", metavar="NAME", type=Policy(), default="auto",
                  show_default="auto: fresh where there are codes, else qk",
                  envvar="KVFLASH_POLICY",
-                 help="Policy that decides which chunks stay and come back. fresh: for every token, each layer chooses its own, in"
-                 " units of 16 tokens. qk: the same chunks for all layers, by the model's own attention. drafter: by a small"
-                 " model's attention (crosstok: through its own tokenizer). lru: the most recent ones. qk-cos: a published"
-                 " formula, for comparison. Packages can register more."),
+                 help="Policy that decides which chunks stay in the pool, and which come back. fresh: each layer chooses for itself,"
+                 " for every token, in units of 16 tokens. qk: the same chunks for all layers, by the model's own attention."
+                 " drafter: by the attention of a small model with the same tokens; crosstok: with other tokens. lru: the most"
+                 " recent chunks. qk-cos: a published formula, for comparison. Packages can register more."),
     settings.OPTION,
     *map(_not_here, NOT_HERE),
-    click.option("--jinja", is_flag=True, hidden=True, expose_value=False, help="llama.cpp's; templates are always rendered so."),
+    click.option("--jinja", is_flag=True, hidden=True, expose_value=False, help="llama.cpp's option; templates are always Jinja."),
 )  # fmt: skip
 
 SPEC = options(
@@ -310,13 +312,13 @@ SPEC = options(
                  show_default=True, envvar="KVFLASH_SPEC",
                  help="Speculative decoding: draft tokens, and verify them in one batch. draft: by a smaller model with"
                  " the same tokens; dflash, eagle3: by a drafter made for this model (kvflash convert-draft); mtp: by"
-                 " the model's own heads; ngram: by what followed the last tokens earlier in the text. Of a tree of"
+                 " the model's own heads; ngram: by the tokens that followed the last ones earlier in the text. Of a tree of"
                  " drafts, only the best chain runs."),
     click.option("-md", "--model-draft", "--spec-draft-model", "spec_model", metavar="FILE", type=Reads(), default=None,
                  envvar=env("SPEC_DRAFT_MODEL"), help="Draft model, a .gguf file."),
     click.option("--draft-max", "--spec-draft-n-max", "spec_n_max", type=int, default=0, envvar=env("SPEC_DRAFT_N_MAX"),
                  help="Most tokens to draft.  [default: 1 to 8, as many as pay]  `kvflash bench"
-                 " spec --draft-max 3,6,8` compares."),
+                 " spec --draft-max 3,6,8` compares lengths."),
 )  # fmt: skip
 
 SAMPLING = options(

@@ -1,4 +1,4 @@
-"""`kvflash plan`: which options for a card and a context, what they take, and what to expect."""
+"""`kvflash plan`: which options suit a machine and a context, the memory they take, and the speed and answers to expect."""
 
 import json
 import shlex
@@ -24,19 +24,20 @@ from pyllama_kvflash.loading.warned import untrained
 from pyllama_kvflash.native import Model, devices
 from pyllama_kvflash.text import printable
 
-HELP = """Say which options suit a machine and a context: what each way takes of the GPU's memory and of RAM, how fast it answers, and how
-close to the full cache.
+HELP = """Compare the ways to run a model on a machine: how much GPU memory and RAM each way takes, how fast it answers, and how close its
+answers are to the full cache's.
 
-It reads the metadata of a file, and loads no weights; of a model on the Hub (-hf) it downloads the header, some MB. --memory and --ram say what
-machine is meant, --memory 0 one without a GPU. The ways are the full cache in
-f16, q8_0 and q4_0, the full cache in RAM (llama.cpp's --no-kv-offload), pools, and lossless decoding through them; where a card is too small for the
-weights, small batches (-ub), and weights of some layers in RAM (-ncmoe). Memory is computed. Speed and answers are those of the models
-that were measured (docs/results/choices.md, coarse.md), and yours may differ.
+Only the model's metadata is read, and no weights are loaded. For a model on the Hub (-hf), only the header is downloaded, some MB. --memory
+and --ram describe the machine; --memory 0 stands for one without a GPU. The ways are the full cache in f16, q8_0 and q4_0, the full cache in
+RAM (llama.cpp's --no-kv-offload), pools, and lossless decoding through pools. If a card is too small for the weights, there are also ways with
+small batches (-ub), and with the weights of some layers in RAM (-ncmoe). Memory is computed. Speed and answers are those of the models that
+were measured (docs/results/choices.md, coarse.md); yours may differ.
 
-A pool has all other tokens in 4 bits a value. Where these do not fit it has them in 2 bits, and where those do not, not at all.
+A pool keeps codes of 4 bits a value for all other tokens. If these do not fit, it has codes of 2 bits, and if those do not fit either, none.
 
-The last line is the command for the way to take. It is the full f16 cache if that fits, else what has answers as good as q8_0, the closest first,
-else lossless decoding, else what is left; not one for which a token reads a quarter more of the experts in RAM. Without a GPU it is a pool, which is faster there. The line before it says why. long.txt is your text.
+The last line is the command for the recommended way: the full f16 cache if it fits, else the way closest to it whose answers are as good as
+q8_0's, else lossless decoding, else the best of the rest. A way for which each token reads a quarter more of the experts from RAM is not
+recommended. Without a GPU, it is a pool for contexts above 4K, since that is faster. The line before the command says why. Put your own text in place of long.txt.
 
 \b
   full, q8_0              --kvflash off -ctk q8_0 -ctv q8_0
@@ -60,7 +61,7 @@ else lossless decoding, else what is left; not one for which a token reads a qua
     metavar="SIZE",
     type=kinds.ByteSize(),
     default=None,
-    help="Memory of the GPU, 0: there is none.  [default: this one's, or none]",
+    help="Memory of the GPU, 0: no GPU.  [default: that of this machine's GPU, if any]",
 )
 @click.option(
     "--headroom",
@@ -68,14 +69,14 @@ else lossless decoding, else what is left; not one for which a token reads a qua
     type=kinds.ByteSize(),
     default="512M",
     show_default=True,
-    help="Part of --memory that a desktop and other programs take; 0: of a card that does nothing else.",
+    help="Part of --memory that the desktop and other programs take; 0 if the card does nothing else.",
 )
 @click.option(
     "--ram",
     metavar="SIZE",
     type=kinds.ByteSize(),
     default=None,
-    help="RAM that is free: what the machine has, less the system and other programs.  [default: what is free here]",
+    help="Free RAM: the machine's, less what the system and other programs take.  [default: what is free here]",
 )
 @click.option(
     "-c",
@@ -140,7 +141,7 @@ def plan(
 
 
 def _machine(memory: int | None, headroom: int, ram: int | None) -> tuple[int, int]:
-    """Return the bytes of a GPU that may be used, 0 without one, and those of RAM. Raises UsageError."""
+    """Return the bytes that may be used of a GPU (0: no GPU) and of RAM. Raises UsageError."""
     here = devices()
     gpu = memory if memory is not None else next((d.free + DRIVER for d in here if d.gpu), 0)
     ram = ram if ram is not None else next(d.free for d in here if not d.gpu)
@@ -159,26 +160,26 @@ def _machine(memory: int | None, headroom: int, ram: int | None) -> tuple[int, i
 
 
 _REASONS = {
-    Rank.CLOSE: "of what fits, its answers are the closest to the full f16 cache's",
+    Rank.CLOSE: "of the ways that fit, its answers are the closest to the full f16 cache's",
     Rank.CODED: "the most bits that fit; answers of so small a pool were not measured",
-    Rank.LOSSLESS: "answers are the full cache's; what else fits has worse ones, and is faster (leave --kvflash-mode out)",
+    Rank.LOSSLESS: "its answers are the full cache's; other ways that fit are faster, with worse answers (leave --kvflash-mode out)",
     Rank.FAR: "nothing that fits is closer to the full f16 cache",
-    Rank.BLIND: "nothing fits that sees more than its pool: long answers are worse",
+    Rank.BLIND: "no way fits that sees more than its pool: long answers are worse",
 }
-_LOST = 1.0  # nats; the texts have nothing in common
+_LOST = 1.0  # nats of divergence at which the texts have nothing in common
 _BROKEN = "broken"
-_SLOW = 0.1  # of the full cache's speed
+_SLOW = 0.1  # times the full cache's speed
 _ON_GPU = "times the full f16 cache's on the same GPU (8B shape, H100 and H200; pools: of 4,096 tokens)"
 _HYBRID = (
     "times the full f16 cache's on the same GPU (27B with 16 attention layers of 64, H200; pools: of 4,096 tokens)"
 )
 _ON_CPU = "times the full f16 cache's on the same CPU (Qwen2.5-Coder-0.5B, two cores; a larger model gains less)"
 _WORDS = (
-    "answers: long ones, beside the full f16 cache's (Qwen2.5-Coder-1.5B at 16K; --json has the figures)",
-    "4 bits, 2 bits: what is outside the pool is there in so many bits a value",
+    "answers: long ones, compared with the full f16 cache's (Qwen2.5-Coder-1.5B at 16K; --json has the figures)",
+    "4 bits, 2 bits: bits a value of the codes for the text outside the pool",
     "avoid: less than a tenth of the speed, or broken answers",
 )
-_OF_RAM = "≤: weights come from RAM, with 50 GB/s; what a run takes was not measured"
+_OF_RAM = "≤: an upper bound, not measured: some weights are read from RAM, at 50 GB/s"
 
 
 def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> None:
@@ -207,7 +208,7 @@ def _show(head: str, found: list[Offer], choice: Offer | None, n_ctx: int) -> No
 
 
 def label(offer: Offer) -> str:
-    """Return what a way is called in the table."""
+    """Return a way's name in the table."""
     name = "full" if offer.n_pool is None else f"pool {offer.options['pool'] // 1024}K"
     kind = f"{offer.options.get('type_k', 'f16')}{' in RAM' if offer.kind == 'RAM' else ''}"
     bits = "" if offer.coarse == "off" else f", {offer.coarse} bits"
@@ -217,7 +218,7 @@ def label(offer: Offer) -> str:
 
 
 def _flags(offer: Offer) -> list[str]:
-    """Return the options of the command line that make a way."""
+    """Return a way's options on the command line."""
     o = offer.options
     flags = ["--kvflash", "off" if o["pool"] == "off" else f"{o['pool'] // 1024}K"]
     flags += ["--kvflash-coarse", o["coarse"]] if "coarse" in o else []
@@ -228,14 +229,14 @@ def _flags(offer: Offer) -> list[str]:
 
 
 def command_of(offer: Offer, named: list[str], n_ctx: int, typed: list[str]) -> str:
-    """Return what to type for a way. typed: options that were given, and are not a way's."""
+    """Return the command for a way. typed: options of this command that apply to every way."""
     context = f"{n_ctx // 1024}K" if n_ctx % 1024 == 0 else str(n_ctx)
     moe = ["--n-cpu-moe", "auto"] if offer.moves else []
     return shlex.join(["kvflash", "run", *named, "-f", "long.txt", "-c", context, *typed, *_flags(offer), *moe])
 
 
 def speed(offer: Offer, n_ctx: int) -> str:
-    """Return how fast answers are, in words."""
+    """Return a way's speed, for the table."""
     if offer.lossless:
         return f"{number(expected.LOSSLESS[0])}-{number(expected.LOSSLESS[1])} x"
     times = offer.speed(n_ctx)
@@ -245,22 +246,26 @@ def speed(offer: Offer, n_ctx: int) -> str:
 
 
 def _of_ram(offer: Offer) -> bool:
-    """Return whether the CPU has a part of what a GPU computes for a token."""
+    """Return whether a way uses a GPU, and each token also reads weights from RAM."""
     return offer.on_gpu and offer.host_read > 0 and not offer.lossless and offer.kind != "RAM"
 
 
 def _why(choice: Offer, found: list[Offer], n_ctx: int) -> str:
-    """Return why this way is taken."""
+    """Return why a way is recommended."""
     if not choice.on_gpu:
         pool = "it answers faster than the full cache on a CPU, and keeps what it read"
-        return f"taken: {pool if choice.n_pool else 'the full cache, for the pool of a long text would take more RAM'}"
+        return (
+            f"taken: {pool if choice.n_pool else 'the full cache, because a pool would take more RAM for a long text'}"
+        )
     if choice.n_on_cpu:
-        weights = f"{about(choice.host_read)} of weights stay in RAM, of {choice.n_on_cpu} layers, which the CPU reads for each token"
+        weights = (
+            f"the CPU reads {about(choice.host_read)} of weights, of {choice.n_on_cpu} layers, from RAM for each token"
+        )
         return f"taken: nothing that is worth running fits the GPU alone; {weights}"
     if choice.kind == "f16":
         return "taken: the full f16 cache fits"
     if any(offer.kind == "f16" and not offer.lacking for offer in found):
-        return "taken: its answers are as good as q8_0, and the full f16 cache would have each token read more experts in RAM"
+        return "taken: its answers are as good as q8_0's, and with the full f16 cache each token would read more experts from RAM"
     return f"taken: {_REASONS[rank(choice, n_ctx)]}"
 
 
@@ -272,7 +277,7 @@ def _fits(offer: Offer, n_ctx: int) -> str:
 
 
 def answers(offer: Offer, n_ctx: int) -> str:
-    """Return what long answers are beside the full f16 cache's, by their mean KL divergence."""
+    """Return how long answers compare with the full f16 cache's, by their mean KL divergence."""
     far = offer.divergence(n_ctx)
     if far is None:
         return "not measured"

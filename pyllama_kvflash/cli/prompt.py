@@ -1,4 +1,4 @@
-"""What `kvflash run` is asked: texts and files as one prompt, in the model's chat template where it has one."""
+"""The prompt of `kvflash run`: texts and files as one text, in the model's chat template if it has one."""
 
 import sys
 from collections.abc import Callable
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 PROMPT = params.options(
     click.option("-p", "--prompt", help="Prompt, or a question about the files of -f, which come first."),
     click.option("-f", "--file", "--prompt-file", "prompt_files", metavar="FILE", type=Reads(), multiple=True,
-                 help="Text file with the prompt, - for stdin; one newline at its end is removed. Several are joined by an"
-                 " empty line. Line ends of Windows are those of Unix to the model."),
+                 help="Text file with the prompt, - for stdin; one newline at its end is removed. Several files are joined by"
+                 " empty lines. Windows line ends become Unix line ends."),
     params.SYSTEM,
     click.option("-cnv/-no-cnv", "--conversation/--no-conversation", " /--no-chat-template", "conversation",
                  default=None, help="Make the prompt a message in the model's chat template, or complete it as it is. With"
-                 " --append: the next turn.  [default: -cnv if the model has a template, and what it is appended to is a"
-                 " conversation]"),
+                 " --append, the message is the next turn.  [default: -cnv if the model has a template and, with --append, the"
+                 " saved text is a conversation]"),
 )  # fmt: skip
 
 
 class Prompt:
-    """A prompt, and how the model is given it."""
+    """A prompt, and the form in which the model gets it."""
 
     def __init__(self, options: dict[str, Any], reporter: Reporter, *, appends: bool) -> None:
-        """Take the values of PROMPT out of options, and read the files; empty ones are a warning. Raises UsageError.
+        """Take the values of PROMPT out of options, and read the files, with a warning if all are empty. Raises UsageError.
 
-        appends: the prompt comes after a text that was saved: as its next turn, if that is a conversation.
+        appends: whether the prompt comes after a saved text; if that is a conversation, the prompt is its next turn.
         """
         self.text = _read(options.pop("prompt"), options.pop("prompt_files"), reporter)
         if not self.text and not appends:
@@ -50,7 +50,7 @@ class Prompt:
         self.templated = False
 
     def tokens(self, kv: KVFlash, reporter: Reporter) -> Tokens:
-        """Return the token ids (n,) int32 of the prompt. What it is appended to is in the context.
+        """Return the token ids (n,) int32 of the prompt. The text that it is appended to is in the context.
 
         Raises UsageError if a template cannot be used.
         """

@@ -1,4 +1,4 @@
-"""Read texts that commands are given: all in the same way, whatever they are (docs/FAQ.md has the table)."""
+"""Reads the texts that are given to commands, all in the same way (docs/FAQ.md has a table)."""
 
 import codecs
 import sys
@@ -14,7 +14,7 @@ _UTF32 = {codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE}
 
 
 def read_text(file: str, what: str = "text") -> str:
-    """Read a text from a file, also of a PDF or DOCX, or from stdin for "-". what: its name in errors. Raises UsageError."""
+    """Return the text of a file, also of a PDF or DOCX, or that of stdin for "-". what: its name in errors. Raises UsageError."""
     name = "stdin" if file == "-" else file
     try:
         data = _stdin() if name == "stdin" else Path(name).read_bytes()
@@ -27,7 +27,7 @@ def read_text(file: str, what: str = "text") -> str:
 
 
 def check_given(text: str | None, option: str) -> None:
-    """Raise UsageError for a text of the command line with bytes that are not UTF-8: Python has them as half surrogate pairs."""
+    """Raise UsageError if a text of the command line was not UTF-8: Python turns such bytes into halves of surrogate pairs."""
     if text is not None and any("\ud800" <= c <= "\udfff" for c in text):
         msg = f"the text given with {option} is not UTF-8: {text!a}"
         raise UsageError(msg)
@@ -36,7 +36,7 @@ def check_given(text: str | None, option: str) -> None:
 def decoded(data: bytes, what: str) -> str:
     """Return a text that is UTF-8, or UTF-16 with a byte order mark, without that mark and with Unix line ends.
 
-    what: the text, for errors. Raises UsageError for any other text, and for one with a zero byte.
+    what: the text's name in errors. Raises UsageError for any other text, and for one with a zero byte.
     """
     if data[:4] in _UTF32:
         msg = f"{what} is UTF-32 text: convert it with iconv -f UTF-32 -t UTF-8"
@@ -45,7 +45,7 @@ def decoded(data: bytes, what: str) -> str:
 
 
 def piped_lines() -> Iterator[str]:
-    """Yield the lines of stdin as they come, each decoded as a file is; UTF-16 is read as a whole. Raises UsageError."""
+    """Yield the lines of stdin as they come, each decoded like a file; UTF-16 is read as a whole. Raises UsageError."""
     stdin = sys.stdin.buffer
     try:
         for n, data in enumerate(iter(stdin.readline, b""), 1):
@@ -84,7 +84,7 @@ def _decoded(data: bytes, what: str, encoding: str) -> str:
 
 
 def _looks_like_utf16(data: bytes, at: int) -> bool:
-    """Return whether the bytes at one side of each pair are zero where the characters are ASCII, and never at the other."""
+    """Return whether the data looks like UTF-16: in the pairs of bytes, many zeros on the side of offset `at`, none on the other."""
     zeros = data[at % 2 :: 2].count(0)
     return zeros > 1 and zeros * 4 > len(data) and not data[1 - at % 2 :: 2].count(0)
 

@@ -18,7 +18,7 @@ from pyllama_kvflash.events import Checked, Event, Prefill, Stats, Token
 from pyllama_kvflash.text import printable
 
 _PLAIN_SECONDS = 5.0  # between two lines of progress where there is no terminal
-_BARS = ((100, 40), (80, 20))  # least columns of a terminal, and those of its bar; a narrower one has text alone
+_BARS = ((100, 40), (80, 20))  # least width of a terminal, and width of its bar; a narrower terminal has text alone
 _GAP = "  "
 
 
@@ -39,7 +39,7 @@ def fitting(parts: Sequence[str], room: int) -> str:
 
 
 class _Info(ProgressColumn):
-    """What is known of a task, beside its label and its bar: as much as fits on one line, at any width."""
+    """The figures of a task, beside its label and its bar: as many as fit on one line, at any width."""
 
     def __init__(self, console: Console, bar: int, head: Callable[[Task], list[str]]) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ def _estimate(task: Task) -> list[str]:
 class Reporter:
     """Progress and notes on stderr: bars on a terminal, an occasional plain line elsewhere, which is a note."""
 
-    _KEPT = "\t"  # no line breaks: the rest of a name would be a line of its own
+    _KEPT = "\t"  # control characters that are shown; a line break in a name would begin a line of its own
 
     def __init__(self, *, quiet: bool | None = None) -> None:
-        """quiet: True: no lines but warnings and errors; False: details, too."""
+        """quiet: True: only warnings and errors; None: also notes; False: also details."""
         self.quiet, self.verbose = quiet is True, quiet is False
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.bars = self.console.is_terminal
@@ -87,12 +87,12 @@ class Reporter:
             self.console.print(f"kvflash: {self._shown(text)}", markup=False)
 
     def detail(self, text: str) -> None:
-        """Show a line of information that was asked for with -v."""
+        """Show a line of information if -v is given."""
         if self.verbose:
             self.note(text)
 
     def opened(self, kv: KVFlash, *warnings: str | None) -> None:
-        """Say what runs: two lines, and the details if they are asked for. warnings: others than the engine's."""
+        """Show two lines about a loaded engine, and the details with -v. warnings: shown beside the engine's own."""
         for warning in dict.fromkeys(filter(None, (*kv.warnings, *warnings))):
             self.warn(warning)
         for line in heading(kv):
@@ -101,7 +101,7 @@ class Reporter:
             self.detail(line)
 
     def answered(self, stats: Stats, reason: str) -> None:
-        """Say what an answer took: a line, and another one with the details if they are asked for."""
+        """Show a line about the cost of an answer, and another line with the details with -v."""
         self.note(closing(stats, reason))
         self.detail(closing_details(stats, reason))
 
@@ -127,7 +127,7 @@ class Reporter:
 
     @contextmanager
     def answering(self, *, hidden: bool) -> Iterator["AnswerLine"]:
-        """Show how an answer comes along, from its first token on. hidden: do not, since the text itself is seen."""
+        """Show the progress of an answer, from its first token on. hidden: show nothing, since the text itself is visible."""
         line = AnswerLine(self, self._progress(with_bar=False), hidden=hidden)
         try:
             yield line
@@ -142,8 +142,9 @@ class Reporter:
             yield CellBar(self, progress, progress.add_task(self._short(label), total=total), label)
 
     def _progress(self, head: Callable[[Task], list[str]] = _nothing, *, with_bar: bool = True) -> Progress:
-        """Return a line of progress. head: what it says first of a task; its field "parts" has the rest. with_bar: if the
-        terminal is wide enough.
+        """Return a line of progress. head: returns the first figures of a task; the task's field "parts" has the rest.
+
+        with_bar: whether it has a bar, if the terminal is wide enough.
         """
         bar = next((columns for least, columns in _BARS if self.console.width >= least), 0) * with_bar
         columns = [TextColumn("{task.description}", markup=False), _Info(self.console, bar, head)]
@@ -152,15 +153,13 @@ class Reporter:
         return Progress(*columns, console=self.console, transient=True, disable=not self.bars)
 
     def _short(self, label: str) -> str:
-        """Return a label that leaves half of a narrow terminal to what is said of it."""
+        """Return a label shortened to leave half of a narrow terminal to the figures."""
         room = max(8, self.console.width // 2)
         label = printable(label)
         return label if len(label) <= room else f"{label[: room - 1]}…"
 
     def plain(self, text: str, *, at_once: bool = False) -> None:
-        """Show a line of progress if there are no bars, at most one every few seconds. at_once: not even that long after
-        the one before.
-        """
+        """Show a line of progress if there are no bars, at most one every few seconds. at_once: however recent the last one is."""
         now = time.monotonic()
         if self.bars or (now - self._last < _PLAIN_SECONDS and not at_once):
             return
@@ -192,7 +191,7 @@ class PrefillBar:
         self._progress.stop()
 
     def __call__(self, ev: Prefill) -> None:
-        """Show that a batch is done."""
+        """Show the progress after a batch."""
         rate = ev.done / ev.seconds if ev.seconds else 0.0
         left = self._pace.left(ev.done, ev.total, ev.seconds)
         parts = (
@@ -208,7 +207,7 @@ class PrefillBar:
 
 
 class AnswerLine:
-    """Tokens of an answer, their speed, and what the meter says of them."""
+    """A line with the tokens of an answer, their speed, and the meter's figures."""
 
     def __init__(self, reporter: Reporter, progress: Progress, *, hidden: bool) -> None:
         self._reporter, self._progress, self._hidden = reporter, progress, hidden
@@ -217,7 +216,7 @@ class AnswerLine:
         self._began = 0.0
 
     def __call__(self, event: Event) -> None:
-        """Show an answer event. No other bar may be moving then."""
+        """Show an answer event. No other bar may be on the screen."""
         if self._hidden:
             return
         if isinstance(event, Checked):

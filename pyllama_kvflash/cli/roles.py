@@ -1,4 +1,4 @@
-"""The part that a file plays in a command: option types that declare it, and the check before the command runs."""
+"""The roles of files in a command: option types that declare what the command does with a file, and a check before it runs."""
 
 import errno
 import os
@@ -37,12 +37,8 @@ GROUPS = {
     "Output": ("output", "trace", "stats", "as_json", "quiet", "help"),
 }
 """Headings of the options in --help, and the parameters below each."""
-_EVERYWHERE = (
-    "Model",
-    "Devices",
-    "Memory and disk",
-    "Output",
-)  # the others are for commands that have a pool's options
+_EVERYWHERE = ("Model", "Devices", "Memory and disk", "Output")
+"""Headings for all commands. The others are for commands with the options of a pool."""
 
 
 class Role(click.ParamType[str]):
@@ -62,27 +58,27 @@ class Reads(Role):
     """A file that is read."""
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add it, with the other parts of a split GGUF."""
+        """Add the file, with the other parts of a split GGUF."""
         uses.read(option, *model_parts(value))
 
 
 class TextOrFile(Reads):
-    """A text, or the name of a file that has it. is_text: tells them apart."""
+    """A text, or the name of a file with the text. is_text: tells the two apart."""
 
     def __init__(self, is_text: Callable[[str], bool]) -> None:
         self._is_text = is_text
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add the file, if it is one."""
+        """Add the file, if the value names one."""
         if value and not self._is_text(value):
             super().declare(uses, option, value)
 
 
 class ReadsSnapshot(Reads):
-    """A snapshot that is read, and the files that have records of it."""
+    """A snapshot that is read, and the other files that hold its records."""
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add them."""
+        """Add the snapshot and the other files."""
         super().declare(uses, option, value)
         with suppress(SnapshotError):  # reading it reports that
             uses.read(f"records of {option} {value}", *sorted(Outline.of(Path(value)).needs))
@@ -92,31 +88,31 @@ class Prints(Role):
     """A text that is written to a file, a pipe, a device, or stdout for "-"."""
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add it, unless nothing can be lost there. Raises UsageError if no file can be there."""
+        """Add the file. A pipe, a device or stdout needs no check. Raises UsageError if no file can be created there."""
         if value != "-" and not is_stream(Path(value)) and standard_stream(Path(value)) is None:
             _check_place(option, Path(value))
             uses.write(option, value)
 
 
 class Replaces(Role):
-    """A file that is written whole, in place of what is there. updates: an option whose file this may be."""
+    """A file that is written as a whole, and replaces an old one. updates: an option whose file it may replace."""
 
     def __init__(self, updates: str = "") -> None:
         self._updates = updates
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add it, once it is clear that a file can be there."""
+        """Add the file, after checking that it can be written."""
         _check_replaceable(option, value)
         uses.write(option, value, updates=self._updates)
 
 
 class Manages(Role):
-    """A folder whose files come and go; "off" is none."""
+    """A folder in which files are created and removed; "off": none."""
 
     name = "folder"
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add it."""
+        """Add the folder."""
         if value != "off":
             uses.manage(option, Path(value).expanduser())
 
@@ -136,7 +132,7 @@ class Command(click.Command):
     """A command that does not run if it would write over a file that it needs."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does. Raises UsageError with the names that the command line has."""
+        """Parse as click does. Raises UsageError, which names options as the command line does."""
         with self._spelled():
             return super().parse_args(ctx, args)
 
@@ -160,7 +156,7 @@ class Command(click.Command):
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in groups, each with a heading: first those of the command alone."""
+        """Write the options in groups, each with a heading: first those that belong to no group."""
         help_ = self.get_help_option(ctx)
         shown = {}
         for param in self.get_params(ctx):
@@ -188,12 +184,12 @@ def writes(name: str, *paths: str | Path) -> None:
 
 
 def manages(name: str, folder: Path) -> None:
-    """Declare a folder that the command in progress adds files to and removes some of. Raises UsageError."""
+    """Declare a folder in which the command in progress creates and removes files. Raises UsageError."""
     _uses(click.get_current_context()).manage(name, folder)
 
 
 def reads_scorer_model(policy: str, given: str | None, model: Path) -> None:
-    """Declare the scorer model that a policy finds by itself. given: one that an option names. Raises UsageError."""
+    """Declare the scorer model that a policy finds by itself. given: the one that an option names, if any. Raises UsageError."""
     if policy not in BY_MODEL or given is not None:
         return
     try:

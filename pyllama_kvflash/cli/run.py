@@ -31,13 +31,14 @@ from pyllama_kvflash.loading.need import peak_bytes
 from pyllama_kvflash.text import printable, to_json
 
 LAYERS_EVERY = 16
-"""Positions between two lines of a trace that say in how many layers each chunk is; layers choose for every token."""
+"""Positions between two lines of a trace that say how many layers hold each chunk. Layers choose for every token."""
 
 HELP = """Answer a prompt.
 
-A model with a chat template is given the prompt as a message; one without, or with --no-chat-template, completes it as it
-is. Without a prompt, on a terminal, it is a conversation as in `kvflash chat`. Only the answer goes to stdout; progress, notes and the closing line go to stderr. Without MODEL.gguf, the bundled
-needle-7m runs: a 7 MB model that knows nothing but secret codes hidden in long texts, good for a first try.
+A model with a chat template gets the prompt as a message. A model without one, or with --no-chat-template, completes the prompt
+as it is. Without a prompt, on a terminal, a conversation begins as in `kvflash chat`. Only the answer goes to stdout; progress,
+notes and the closing line go to stderr. Without MODEL.gguf, the bundled needle-7m runs: a 7 MB model that knows nothing but
+secret codes hidden in long texts, good for a first try.
 
 \b
   kvflash run model.gguf -p "Why is the sky blue?"
@@ -49,8 +50,8 @@ needle-7m runs: a 7 MB model that knows nothing but secret codes hidden in long 
   kvflash run model.gguf -f book.txt -no-cnv --save-snapshot book.kvsnap -n 1
   kvflash run model.gguf --restore book.kvsnap --append -p "The heir is"
 
-A pool too small for what it must hold (first chunk, last four chunks, pins, one batch and two more) is enlarged, with a
-warning. Sizes take K and M. The environment can set options, such as LLAMA_ARG_CTX_SIZE and KVFLASH_POOL: see
+A pool too small for what it must hold (the first chunk, the last four, pins, one batch and two more chunks) is enlarged, with
+a warning. Sizes take K and M. The environment can set options, such as LLAMA_ARG_CTX_SIZE and KVFLASH_POOL: see
 docs/ENVIRONMENT.md.
 """
 
@@ -88,14 +89,15 @@ docs/ENVIRONMENT.md.
     "--output",
     metavar="FILE",
     type=Prints(),
-    help="Write to this file instead of stdout (-). A file that is there is replaced at the end of the answer; if the run"
-    " fails, it stays. If the file cannot be written, as on a full disk, the answer goes to stdout.",
+    help="Write to this file instead of stdout (-). An existing file is replaced at the end of the answer; if the run fails,"
+    " it stays. If the file cannot be written, as on a full disk, the answer goes to stdout.",
 )
 @click.option(
     "--trace",
     metavar="FILE",
     type=Prints(),
-    help="Record what is resident, scored and moved, for `kvflash plot FILE`. With -o, it may be stdout (-).",
+    help="Record which chunks are resident, their scores and their moves, for `kvflash plot FILE`. With -o, it may be"
+    " stdout (-).",
 )
 @click.option("--stats", is_flag=True, help="Show all figures on stderr at the end.")
 @click.option(
@@ -140,7 +142,7 @@ def run(
     if reporter.verbose:
         native.show_log()
     reads_scorer_model(options["policy"], options.get("scorer_model"), path)
-    errors: list[KVFlashError] = []  # they cost neither the answer nor each other's file
+    errors: list[KVFlashError] = []  # a file that fails costs neither the answer nor another file
     with Answer(output, errors.append) as out, _trace(trace, output, errors.append) as writer, native.interruptible():
         with reporter.loading(path.name) as bar:
             kv = KVFlash.from_file(path, progress=bar, **options)
@@ -163,7 +165,7 @@ def run(
                 warm.end(kv, done.stats.prefill_s)
             except SnapshotError as err:
                 errors.append(err)
-    reporter.answered(replace(done.stats, peak_bytes=peak_bytes()), done.reason)  # what is kept on disk takes some, too
+    reporter.answered(replace(done.stats, peak_bytes=peak_bytes()), done.reason)  # saving takes memory, too
     if stats:
         reporter.console.print(stats_table(done.stats))
     for error in errors[:-1]:
@@ -183,13 +185,13 @@ def _is_typed(context: click.Context, name: str) -> bool:
 
 
 def _begins_talk(context: click.Context) -> bool:
-    """Return whether nothing is asked yet, and a person can type it. -cnv, which a conversation has anyway, asks nothing."""
+    """Return whether to begin a conversation: there is no prompt, and a person can type one. -cnv alone is no prompt."""
     plain = context.params["conversation"] is False
     return is_typed() and not plain and not any(_is_typed(context, name) for name in _OF_A_RUN)
 
 
 def refuse_text(words: list[str]) -> None:
-    """Raise UsageError for words after the model: a prompt has an option of its own."""
+    """Raise UsageError for words after the model: a prompt must be given with an option."""
     if words:
         msg = f'{words[0]!r} comes after the model: give a prompt with -p "text", or a file with -f FILE'
         raise UsageError(msg)
@@ -231,7 +233,7 @@ def _write(
 
 @contextmanager
 def _kept(text: Callable[[], str], out: Output, *, as_json: bool) -> Iterator[None]:
-    """Write the text so far if a device is lost: the one object of --json would have come at the end."""
+    """With --json, write the text so far if a device is lost: the object at the end will not be written."""
     try:
         yield
     except DeviceLostError as err:
@@ -243,7 +245,7 @@ def _kept(text: Callable[[], str], out: Output, *, as_json: bool) -> Iterator[No
 def _trace(
     name: str | None, output: str | None, on_error: Callable[[OutputError], None]
 ) -> AbstractContextManager[TraceWriter | None]:
-    """Open the trace that is asked for, if any. Raises UsageError and OutputError."""
+    """Open the trace, if one is asked for. Raises UsageError and OutputError."""
     if name is None:
         return nullcontext()
     if name == "-" and output in {None, "-"}:
@@ -258,7 +260,7 @@ def _traced(writer: TraceWriter, kv: KVFlash, events: Iterator[Event]) -> Iterat
     writer.start(
         model=printable(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.interval
     )
-    due = 0  # positions from which on layers are looked at again
+    due = 0  # number of positions at which the layers are recorded again
     for event in events:
         if kv.policy == "fresh" and (kv.n_tokens >= due or isinstance(event, Prefill | Done)):
             writer.layers(kv.n_tokens, kv.ctx.pool_info().n_layer, kv.residency().layers)

@@ -1,4 +1,4 @@
-"""`kvflash serve`: serve the OpenAI protocol over one pool."""
+"""`kvflash serve`: serve a model over HTTP."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ disk. docs/SERVER.md lists the endpoints, and what is not supported.
   LLAMA_API_KEY=secret kvflash serve model.gguf --host 0.0.0.0
 
 Without MODEL.gguf, the bundled needle-7m is served. Ctrl-C or SIGTERM
-lets answers finish within --grace seconds; a second one ends them at once.
+lets answers finish within --grace seconds; a second signal ends them at once.
 """
 
 TEMPLATE = click.option(
@@ -54,13 +54,13 @@ SERVER = params.options(
     click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, envvar=params.env("PORT"),
                  help="Port to listen on, 0: any free one."),
     click.option("--api-prefix", metavar="PREFIX", type=kinds.PathPrefix(), default="", envvar=params.env("API_PREFIX"),
-                 help="What all paths begin with, such as /llm, for a proxy that passes them on as they are."),
+                 help="Prefix of all paths, such as /llm, for a proxy that does not remove it."),
     click.option("-np", "--parallel", "n_parallel", type=click.IntRange(1), default=2, show_default=True,
-                 envvar=params.env("N_PARALLEL"), help="Sequences on the pool: requests answered at once."),
+                 envvar=params.env("N_PARALLEL"), help="Sequences that share the pool: requests answered at once."),
     click.option("--queue", "n_queue", type=click.IntRange(0), default=32, show_default=True, envvar="KVFLASH_QUEUE",
                  help="Requests that may wait for a sequence; more are refused (429)."),
     click.option("--api-key", metavar="KEY", default=None, envvar="LLAMA_API_KEY",
-                 help="API key that clients must send as a bearer token. The list of processes shows it to others:"
+                 help="API key that clients must send as a bearer token. Other users see it in the list of processes:"
                  " better set LLAMA_API_KEY."),
     click.option("-a", "--alias", metavar="NAME", default=None, envvar=params.env("ALIAS"),
                  help="Model name for clients.  [default: the file's, without .gguf]"),
@@ -78,20 +78,20 @@ SERVER = params.options(
     click.option("--webui/--no-webui", default=True, show_default=True, envvar=params.env("UI"),
                  help="Serve a page at / to chat on and to watch the pool."),
     click.option("--strict/--no-strict", default=False, show_default=True, envvar="KVFLASH_STRICT",
-                 help="Refuse fields of a request that are not known (400), to test a client. Else they are named in the"
+                 help="Refuse requests with unknown fields (400), to test a client. Otherwise the fields are named in the"
                  " log and in the header KVFlash-Warning."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
                  envvar="KVFLASH_LOG_FORMAT",
-                 help="Format of the log on stderr: a line for people about each request, or an object of JSON. -v adds the"
+                 help="Format of the log on stderr: a line for people about each request, or a JSON object. -v adds the"
                  " bodies of requests."),
     click.option("--prefix-cache", metavar="FOLDER|off", type=Manages(), default=None,
                  envvar="KVFLASH_PREFIX_CACHE",
-                 help="Folder that keeps prompts that were read. It needs a pool; off: none.  [default: ~/.cache/kvflash/prefix, off"
-                 " with --kvflash off]"),
+                 help="Folder that keeps prompts that were read; it needs a pool. off: no folder.  [default: ~/.cache/kvflash/prefix,"
+                 " off with --kvflash off]"),
     click.option("--prefix-cache-size", metavar="SIZE", type=kinds.ByteSize(), default=params.CACHE_SIZE, show_default=True,
-                 envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Most bytes of that folder; the oldest go first."),
+                 envvar="KVFLASH_PREFIX_CACHE_SIZE", help="Size limit of that folder; the least recently used prompts go first."),
     click.option("--cache-min", type=kinds.TokenCount(), default=1024, show_default=True, envvar="KVFLASH_CACHE_MIN",
-                 help="New tokens of a sequence that are worth keeping there."),
+                 help="Fewest new tokens for which a sequence is written there."),
 )  # fmt: skip
 
 
@@ -164,9 +164,9 @@ def serve(
     )
     listening = bound(host, port)
     if not api_key and host not in {"127.0.0.1", "localhost", "::1"}:
-        seen = ", and read on the page what all others ask (--no-webui)" if settings.webui else ""
+        seen = ", and read all conversations on the page (--no-webui)" if settings.webui else ""
         reporter.warn(
-            f"there is no --api-key, and {host} can be reached by others: whoever does may use the model{seen}"
+            f"there is no --api-key, and {host} can be reached by others: anyone who does may use the model{seen}"
         )
     shown = f"[{host}]" if ":" in host else host
     reporter.note(f"listening on http://{shown}:{listening.getsockname()[1]}{api_prefix}/v1, model {settings.name}")
@@ -177,7 +177,7 @@ def serve(
 
 
 class _JSONReporter(Reporter):
-    """A reporter whose notes are objects of JSON, one a line."""
+    """A reporter whose notes are JSON objects, one on each line."""
 
     _KEPT = "\t\n"  # JSON escapes them
 
@@ -200,7 +200,7 @@ class _JSONReporter(Reporter):
 
 
 class _Handler(logging.Handler):
-    """Shows log records as the reporter shows warnings: with option names."""
+    """Shows log records as the reporter shows warnings: with the command line's names of options."""
 
     def __init__(self, reporter: Reporter) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _Handler(logging.Handler):
 def _opener(
     path: Path, options: dict[str, Any], reporter: Reporter, template: str | None
 ) -> Callable[[Callable[[float], None]], KVFlash]:
-    """Return a function that loads the model in the scheduler's thread and reports on it as `kvflash run` does."""
+    """Return the function with which the scheduler's thread loads the model; it reports on it as `kvflash run` does."""
     from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (slow)
 
     def open_(progress: Callable[[float], None]) -> KVFlash:

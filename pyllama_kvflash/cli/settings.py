@@ -44,12 +44,12 @@ _KINDS: dict[Callable[[str], Any], str] = {
     _spans: "positions A:B,C:D",
     _biases: "TOKEN(+/-)BIAS, several with commas",
 }
-"""What a value is, by the function that reads it."""
+"""The kinds of values, in words, by the functions that read them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What `--set` sets. read: makes a value of a text; what: its meaning."""
+    """A field that `--set` sets. read: converts a text to a value. what: the field's meaning, for `--set help`."""
 
     name: str
     read: Callable[[str], Any]
@@ -57,12 +57,12 @@ class Setting:
 
     @property
     def kind(self) -> str:
-        """What a value is."""
+        """The kind of the value, in words."""
         return _KINDS[self.read]
 
     @property
     def default(self) -> Any:
-        """The field's."""
+        """The field's default."""
         part, _, field = self.name.rpartition(".")
         return next(own.default for own in fields(_PARTS[part]) if own.name == field)
 
@@ -80,15 +80,15 @@ class Setting:
 _SETTINGS = {
     setting.name: setting
     for setting in (
-        Setting("auto_cap", _whole, "the largest pool of --kvflash auto, which then takes one even if the full cache fits"),
-        Setting("pins", _spans, "ranges of the text, from A up to before B, that never leave the pool"),
+        Setting("auto_cap", _whole, "the largest pool of --kvflash auto, which then takes a pool even if the full cache fits"),
+        Setting("pins", _spans, "ranges of positions that never leave the pool, with A and without B"),
         Setting("opening", _whole, "first tokens of an answer to decode losslessly; -1: 32, or 0 with policy fresh and codes of 4 bits"),
         Setting("meter", float, "share of the time, 0 to 1, for comparing tokens with the full cache; 0: none are compared"),
-        Setting("min_agreement", float, "change to mode lossless when less than this share of compared tokens, 0 to 1, are the full"
+        Setting("min_agreement", float, "switch to mode lossless when less than this share of compared tokens, 0 to 1, are the full"
                 " cache's; the comparison takes 5 % of the time unless meter is set; 0: never"),
         Setting("panes", _whole, "layers that each device holds while a prompt is read exactly; 1: least memory; 0: 2, or more where"
                 " there is room"),
-        Setting("scorer_model", str, "the small model of policies drafter and crosstok, which it implies; by default it is searched"),
+        Setting("scorer_model", str, "the small model of policies drafter and crosstok; it implies drafter; by default, a model is searched"),
         Setting("split_mode", str, "layer: split the layers over the GPUs; none: use one GPU"),
         Setting("main_gpu", _whole, "the GPU of split_mode none; -1: the CPU"),
         Setting("kv_offload", _flag, "false: keep the full cache in RAM, and compute attention on the CPU (llama.cpp's --no-kv-offload)"),
@@ -99,15 +99,15 @@ _SETTINGS = {
         Setting("sampling.frequency_penalty", float, "penalty for each time that a token was generated; 0: off"),
         Setting("sampling.presence_penalty", float, "penalty for tokens that were generated; 0: off"),
         Setting("sampling.dry_multiplier", float, "penalty of DRY for tokens that would repeat a sequence of the text; 0: off"),
-        Setting("sampling.samplers", str, "order of the samplers, with ; between them; one that is left out is not applied"),
-        Setting("sampling.ignore_eos", _flag, "never end the answer before its most tokens"),
+        Setting("sampling.samplers", str, "order of the samplers, separated by semicolons; a sampler that is left out is not applied"),
+        Setting("sampling.ignore_eos", _flag, "never end the answer before its token limit"),
         Setting("sampling.logit_bias", _biases, "added to the logits of tokens: 15043+1, 15043-inf"),
     )
 }  # fmt: skip
 
 
 def settable(command: click.Command) -> dict[str, Setting]:
-    """Return what `--set` can set for a command: drafts and sampling only if it has their options."""
+    """Return the fields that `--set` can set for a command: those of Spec and Sampling only if it has options for these."""
     own = {param.name for param in command.params}
     parts = {"": True, "spec": "spec_kind" in own, "sampling": "temperature" in own}
     return {name: setting for name, setting in _SETTINGS.items() if parts[name.rpartition(".")[0]]}
@@ -124,7 +124,7 @@ _LLAMA_CPP = {"l": "logit_bias", "draft_p_min": "p_min", "spec_draft_p_min": "p_
 
 
 def called(option: str, command: click.Command) -> str | None:
-    """Return the field that `--set` sets instead of an option that a command does not have; None: there is none."""
+    """Return the field that `--set` can set in place of an option that a command does not have; None: there is no such field."""
     name = option.lstrip("-").replace("-", "_")
     has = any(param.name == "settings" for param in command.params)
     known = settable(command) if has else {}
@@ -132,7 +132,7 @@ def called(option: str, command: click.Command) -> str | None:
 
 
 def take(values: dict[str, Any], part: str) -> dict[str, Any]:
-    """Return the fields of a part that `--set` set: "" for Options, "spec." or "sampling."."""
+    """Return the fields of a part that `--set` has set. part: "" for Options, "spec." or "sampling."."""
     given = values["settings"]
     own = [name for name in given if name.startswith(part) and ("." in name) == bool(part)]
     return {name.removeprefix(part): given[name] for name in own}
@@ -148,9 +148,9 @@ def listing(known: dict[str, Setting]) -> str:
 
 
 def _read(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that are given, by name; for "help", list them and end. Raises UsageError.
+    """Return the fields that are given, by name; for "help", list all fields and exit. Raises UsageError.
 
-    The environment is for all commands: what it sets of another one is left out, as are other commands' variables.
+    All commands share the environment variable, so its fields for other commands are ignored.
     """
     known = settable(ctx.command)
     if "help" in given:

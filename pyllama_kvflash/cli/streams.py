@@ -1,4 +1,4 @@
-"""Standard streams that cannot be written. A message that is lost changes nothing; a result that is lost is an error."""
+"""Standard streams that cannot be written. A lost message changes nothing; a lost result is an error."""
 
 import io
 import os
@@ -7,22 +7,22 @@ from typing import Any
 
 from pyllama_kvflash.errors import OutputError
 
-_LAST = 2  # of the standard streams' descriptors
+_LAST = 2  # last descriptor of the standard streams
 
 
 class _Lossy(io.FileIO):
     """A file that drops what cannot be written."""
 
     def write(self, data: Any, /) -> int:
-        """Write bytes, or drop them. Returns the number done with."""
+        """Write bytes, or drop them. Returns the number of bytes written or dropped."""
         try:
-            return super().write(data) or len(data)  # a pipe that is full and does not wait takes none
+            return super().write(data) or len(data)  # a full pipe that does not block takes none
         except OSError:
             return len(data)
 
 
 def drop_what_fails() -> None:
-    """Let stderr drop what cannot be written, unless it is closed, or another stream than Python's own took its place."""
+    """Make stderr drop text that cannot be written, unless it is closed, or replaced by a stream other than Python's."""
     err = sys.stderr
     if err is sys.__stderr__ and isinstance(err, io.TextIOWrapper):
         file = io.BufferedWriter(_Lossy(err.fileno(), "w", closefd=False))
@@ -30,7 +30,7 @@ def drop_what_fails() -> None:
 
 
 class _Closed(io.TextIOBase):
-    """What a closed stdout is, so that no result is lost in silence: Python has None there, and click writes nothing then."""
+    """Replaces a closed stdout, so that no result is lost silently: Python has None in its place, and click then writes nothing."""
 
     def write(self, _text: str, /) -> int:
         check_stdout()
@@ -38,10 +38,10 @@ class _Closed(io.TextIOBase):
 
 
 def refuse_what_is_lost() -> None:
-    """Let whatever is written to stdout raise OutputError if it is closed.
+    """Make writes to a closed stdout raise OutputError.
 
-    Closed descriptors 0 to 2 become /dev/null: otherwise the next file to be opened would be one of them, and take the messages of
-    native code.
+    Closed descriptors 0 to 2 become /dev/null: otherwise the next file to be opened would get one of them, and with it the
+    messages of native code.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _LAST:
         pass
@@ -56,7 +56,7 @@ def stdout_closed() -> bool:
 
 
 def check_stdout(fix: str = "send it to a file with > FILE") -> None:
-    """Raise OutputError if stdout is closed. fix: what to do then."""
+    """Raise OutputError if stdout is closed. fix: what the user can do."""
     if stdout_closed():
         msg = f"stdout is closed: {fix}"
         raise OutputError(msg)

@@ -1,4 +1,4 @@
-"""A conversation in a terminal: its commands, its answers, and what is read meanwhile."""
+"""A conversation in a terminal: its commands, its answers, and the text that is read while a person types."""
 
 import json
 import random
@@ -47,18 +47,20 @@ COMMANDS = """\
   /stats         show the figures of the last answer
   /exit          quit"""
 
-_ROOM = 8  # one part of so many of the context is left to an answer, before old turns are left out
-_WORTH = 256  # tokens that are worth reading while a message is typed
+_ROOM = 8  # 1/8 of the context is kept free for an answer: old turns are left out for it
+_WORTH = 256  # fewest tokens that are read while a message is typed
 _LOOKING = {"/help", "/context", "/save", "/stats"}  # commands that change nothing
 _QUESTIONS = ("What?", "who", "1.", "é", "(")
-"""Messages that begin in all ways: what is before them is the same for any message."""
-_MERGED = 4  # tokens at the end of a text that may be others once more follows
+"""Messages with different beginnings: the text that their prompts share is the same for any message."""
+_MERGED = 4  # last tokens of a text that may change once more text follows
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A conversation that a command line asks for. lines: its messages; typed: by a person, whose next one takes a while; asks_once: they
-    are of the command line, and one without an answer is a failure.
+    """A conversation as a command line describes it.
+
+    lines: the messages. typed: whether a person types them, which takes a while. asks_once: whether they are questions of the
+    command line, where a question without an answer is a failure.
     """
 
     files: tuple[File, ...]
@@ -73,16 +75,16 @@ class Asked:
 
 
 class Talk:
-    """A conversation: what was said, and a context that holds it."""
+    """A conversation: its turns, and an engine whose context holds them."""
 
     def __init__(self, kv: KVFlash, template: "ChatTemplate", asked: Asked, reporter: Reporter) -> None:
         self._kv, self._template, self._asked, self._reporter = kv, template, asked, reporter
-        self._unread: list[File] = []  # that wait for the message: they do not fit, or Ctrl-C stopped the reading
+        self._unread: list[File] = []  # read only with the message: they do not fit, or Ctrl-C stopped the reading
         self._ahead = Ahead(kv, reporter, self._has_read, asked.kept.took)
         self._said = Conversation(asked.system)
         self._stats: Stats | None = None  # of the last answer
-        self._answered = ""  # of the last answer, so far
-        self.code = 0  # of the last thing that failed
+        self._answered = ""  # the last answer's text so far
+        self.code = 0  # exit code of the last failure
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/file": lambda name: self.add(File(name, text_of(name), stays=False)),
@@ -138,14 +140,14 @@ class Talk:
             except KeyboardInterrupt:
                 self._failed(Interrupted(f"{name} was interrupted"))
         elif name.startswith("/") and name[1:].isalpha():
-            self._reporter.warn(f"there is no {name}: there are {', '.join(self._commands)} and /exit")
+            self._reporter.warn(f"there is no command {name}: there are {', '.join(self._commands)} and /exit")
         elif self._turn(self._said.turns, Turn(tuple(self._said.waiting), line)):
             self._said.waiting.clear()
         elif self.code == Interrupted.exit_code:
             self._unread = list(self._said.waiting)
 
     def _read_ahead(self) -> None:
-        """Begin to read what comes before the next message, whatever that is."""
+        """Start reading the text before the next message, which does not depend on the message."""
         if self._ahead.reads or self._said.waiting in ([], self._unread):
             return
         try:
@@ -162,7 +164,7 @@ class Talk:
             self._ahead.begin(tokens[n:])
 
     def _sure(self) -> Tokens:
-        """Return the tokens (n,) int32 that the next message begins with, whatever it says. Raises UsageError."""
+        """Return the tokens (n,) int32 with which the next prompt begins, whatever the message is. Raises UsageError."""
         from pyllama_kvflash.chat.engine import tokenize_chat  # noqa: PLC0415 (slow)
 
         said, waiting = self._said, tuple(self._said.waiting)
@@ -174,8 +176,9 @@ class Talk:
         return tokenize_chat(self._kv.model, same)[:-_MERGED]
 
     def _begin_with(self, tokens: Tokens) -> int:
-        """Restore tokens from the prefix cache if it has more of them, then keep only what the context shares with
-        tokens[:-1]. Return the number of tokens.
+        """Keep only what the context shares with tokens[:-1], after restoring more from the prefix cache if it has more.
+
+        Returns the number of tokens kept.
         """
         start = time.perf_counter()
         if n := self._asked.kept.restore(self._kv, tokens):
@@ -194,7 +197,7 @@ class Talk:
 
     def _clear(self, _: str) -> None:
         self._reporter.note(self._said.clear())
-        if not self._said.waiting:  # else the context has what they begin with
+        if not self._said.waiting:  # else the context has their beginning
             self._kv.clear()
 
     def _regenerate(self, _: str) -> None:
@@ -228,19 +231,17 @@ class Talk:
             with Path(name).open("x", encoding="utf-8") as file:
                 json.dump(messages, file, ensure_ascii=False, indent=1)
         except FileExistsError:
-            msg = f"{name} is there already: give another name"
+            msg = f"{name} exists already: give another name"
             raise UsageError(msg) from None
         except OSError as err:
             with suppress(OSError):
-                Path(name).unlink()  # a part of it may be there
+                Path(name).unlink()  # a part may have been written
             msg = f"{name} cannot be written: {err.strerror}"
             raise OutputError(msg) from None
         self._reporter.note(f"messages saved to {name}: {len(messages)}")
 
     def _turn(self, before: list[Turn], turn: Turn) -> bool:
-        """Answer a message after some turns, and return whether it has an answer. One without leaves the conversation as it
-        was.
-        """
+        """Answer a message after some turns. Returns whether there is an answer; otherwise the conversation stays as it was."""
         answer = self._answered = ""
         try:
             with native.interruptible():
@@ -271,8 +272,10 @@ class Talk:
         return True
 
     def _fitting(self, turns: list[Turn], turn: Turn) -> tuple[list[Turn], Tokens]:
-        """Return the turns before a new one without so many of the oldest that all fit the context, with room for an answer,
-        and the token ids (n,) int32 of all. Turns with files stay. Raises UsageError if the template refuses them.
+        """Leave out the oldest turns until the rest and a new turn fit the context, with room for an answer.
+
+        Returns the turns that stay, and the token ids (n,) int32 of the whole prompt. Turns with files always stay. Raises
+        UsageError if the template refuses the messages.
         """
         n_ctx, turns, without = self._kv.options.n_ctx, list(turns), []
         while True:
@@ -286,9 +289,7 @@ class Talk:
         return turns, tokens
 
     def _answer(self, tokens: Tokens) -> tuple[str, Done]:
-        """Read what the context does not have of a conversation, and show the answer as it comes. Return the answer and the
-        last event.
-        """
+        """Read the tokens that the context does not have, and show the answer as it comes. Returns the answer and the last event."""
         kv, n, sampling = self._kv, self._begin_with(tokens), self._asked.sampling
         if sampling.seed is None:  # drawn here, so that /stats can show it
             sampling = replace(sampling, seed=random.getrandbits(31))
@@ -317,6 +318,6 @@ class Talk:
 def text_of(file: str) -> str:
     """Return the text of a file that goes before a message. Raises UsageError."""
     if file in {"", "-"}:
-        msg = "a file is wanted: /file FILE, or -f FILE; stdin has the messages"
+        msg = "give the name of a file: /file FILE, or -f FILE; stdin has the messages"
         raise UsageError(msg)
     return read_text(file).removesuffix("\n")

@@ -16,8 +16,8 @@ _DIGITS = 6  # digits of a score: a picture needs no more, and a long context ha
 
 
 class TraceWriter:
-    """A file of one JSON object a line, written as Output writes it: in a new file each line is visible at once, so
-    that a run that is cut off leaves what it has done.
+    """A file with a JSON object on each line, written by Output. In a new file, each line is visible at once, so that a run
+    that is cut off leaves its lines.
     """
 
     def __init__(self, name: str, on_error: Callable[[OutputError], None] | None = None) -> None:
@@ -48,7 +48,7 @@ class TraceWriter:
         self._line(event)
 
     def layers(self, pos: int, n_layer: int, layers: npt.NDArray[np.float32]) -> None:
-        """Write in how many of n_layer layers each chunk is, (n_chunks,), when pos positions are written."""
+        """Write how many of n_layer layers hold each chunk, at pos positions. layers: those numbers, (n_chunks,) float32."""
         plain = [int(n) if n.is_integer() else n for n in layers.tolist()]
         self._line({"event": "layers", "pos": pos, "n_layer": n_layer, "layers": plain})
 

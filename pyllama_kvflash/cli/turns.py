@@ -1,4 +1,4 @@
-"""What was said in `kvflash chat`: the system prompt, the turns, and the files that stand before some of them."""
+"""The conversation of `kvflash chat`: the system prompt, the turns, and the files that come before some of them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.text import printable
 
-_QUOTED = 24  # characters of a message by which a warning names its turn
+_QUOTED = 24  # characters of a message that a warning quotes to name its turn
 
 
 class File(NamedTuple):
-    """A text that goes before a message. stays: /clear and /undo leave it (-f)."""
+    """A text that goes before a message. stays: whether /clear and /undo keep it, as a file of -f."""
 
     name: str
     text: str
@@ -20,20 +20,20 @@ class File(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its name without folders, as the model reads it: a moved file is still the same text."""
+        """The file's name without folders, which the model reads: moving the file does not change the prompt."""
         return printable(Path(self.name).name)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message with the files before it, and its answer; none, if it is yet to come."""
+    """A message with the files before it, and its answer; None: there is no answer yet."""
 
     files: tuple[File, ...]
     text: str
     answer: str | None = None
 
     def messages(self) -> list[dict[str, str]]:
-        """Return it as messages of a conversation."""
+        """Return the turn as messages of a conversation."""
         files = (f"File {file.title}:\n\n{file.text}" for file in self.files)
         said = [{"role": "user", "content": "\n\n".join([*files, self.text])}]
         return said if self.answer is None else [*said, {"role": "assistant", "content": self.answer}]
@@ -43,8 +43,8 @@ class Turn:
 class Conversation:
     """The system prompt, the turns from the oldest on, and the files that go before the next message.
 
-    No text of a file is lost unless the user says so: a turn with files is never left out, and one that is taken back
-    gives its files to the next message.
+    No text of a file is lost unless the user says so: a turn with files is never left out, and the files of a turn that is
+    taken back go before the next message.
     """
 
     system: str | None
@@ -69,9 +69,9 @@ class Conversation:
         return self.turns[-1]
 
     def undo(self) -> str:
-        """Take back what came last: a file of /file, or a message and its answer. Return what to say. Raises UsageError."""
+        """Take back the last file of /file, or the last message and its answer. Returns a sentence for the user. Raises UsageError."""
         if self.waiting and not self.waiting[-1].stays:
-            return f"{self.waiting.pop().name} does not go before the next message any more"
+            return f"{self.waiting.pop().name} no longer goes before the next message"
         files = self.last().files
         self.turns.pop()
         self.waiting = [*files, *self.waiting]
@@ -79,19 +79,19 @@ class Conversation:
         return f"the last message and its answer are taken back{again}"
 
     def outcome(self) -> str:
-        """Return which files /clear keeps, and which it leaves out."""
+        """Return words for the files that /clear keeps, and those that it leaves out."""
         kept, gone = (_names(file for file in self.files if file.stays == stays) for stays in (True, False))
         return ",".join([f" with {kept}"] * bool(kept) + [f" without {gone}"] * bool(gone))
 
     def clear(self) -> str:
-        """Begin anew, with the files that stay. Return what to say."""
+        """Begin a new conversation with the files that stay. Returns a sentence for the user."""
         said = f"a new conversation{self.outcome()}"
         self.turns, self.waiting = [], [file for file in self.files if file.stays]
         return said
 
 
 def left_out(turns: list[Turn], others: list[Turn]) -> str:
-    """Return which of the oldest turns are left out, by their messages, and which files the others have."""
+    """Return a sentence that quotes the turns that are left out, and names the files of the others."""
     files = [file for turn in others for file in turn.files]
     stays = f"; {_names(files)} {'stays' if len(files) == 1 else 'stay'}" if files else ""
     first, last = (turn.text[:_QUOTED] + "…" * (len(turn.text) > _QUOTED) for turn in (turns[0], turns[-1]))

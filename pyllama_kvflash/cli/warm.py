@@ -23,8 +23,8 @@ SNAPSHOT = params.options(
                  help="Begin with this snapshot, and do not read its part of the prompt again. If it is damaged, or of"
                  " another model, cache or text, the reason is given and the whole prompt is read."),
     click.option("--append", is_flag=True,
-                 help="With --restore: the prompt comes after the saved text, instead of beginning with it: as the next turn, if that"
-                 " is a conversation."),
+                 help="With --restore: the prompt comes after the saved text, instead of beginning with it. If the saved text is a"
+                 " conversation, the prompt is its next turn."),
     PREFIX_CACHE,
 )  # fmt: skip
 
@@ -33,7 +33,7 @@ class Warm:
     """Restores and saves the context of a run."""
 
     def __init__(self, options: dict[str, Any], reporter: Reporter, cache_size: int) -> None:
-        """Take the values of SNAPSHOT out of options. If any is given, a pool is kept. Raises UsageError.
+        """Take the values of SNAPSHOT out of options, and set `snapshots` there if one of them needs it. Raises UsageError.
 
         cache_size: most bytes of the prefix cache.
         """
@@ -42,7 +42,7 @@ class Warm:
         self._target, self._source, self._append = given["save_snapshot"], given["restore"], given["append"]
         self._options, self._reporter = options, reporter
         if self._append and not self._source:
-            msg = "--append says where the prompt goes after --restore FILE: give both, or neither"
+            msg = "--append needs the text of --restore FILE: give both, or neither"
             raise UsageError(msg)
         files = self._source or self._target
         self._kept = Kept("off" if files and not given["prefix_cache"] else given["prefix_cache"], cache_size, reporter)
@@ -53,10 +53,7 @@ class Warm:
             raise UsageError(msg)
 
     def expect(self, prompt: str) -> None:
-        """Have a long prompt begin with what an earlier run has read of it, and be kept in turn, unless the full cache was asked for.
-
-        Raises UsageError.
-        """
+        """Let a long prompt use the default prefix cache, unless the full cache was asked for. Raises UsageError."""
         if self._options.get("pool") != "off" and self._kept.expect(len(prompt), self._options["n_ctx"]):
             self._options["snapshots"] = True
 
@@ -66,10 +63,10 @@ class Warm:
         return bool(self._append)
 
     def begin(self, kv: KVFlash, prompt: Callable[[], Tokens]) -> tuple[Tokens, bool]:
-        """Restore what there is of a prompt. Return the tokens to read, and whether they come after what is then in the
-        context.
+        """Restore the saved beginning of a prompt. Returns the tokens to read, and whether to append them to the context.
 
-        prompt: returns the prompt; with --append it is called when the saved text is restored. Raises SnapshotError and UsageError.
+        prompt: returns the prompt; with --append, it is called after the saved text is restored. Raises SnapshotError and
+        UsageError.
         """
         if self._source and self._append:
             start = time.perf_counter()
@@ -92,8 +89,9 @@ class Warm:
         self._reporter.note(f"restored {counted(n, 'token')} in {took:.2f} s from {self._source or 'the prefix cache'}")
 
     def end(self, kv: KVFlash, seconds: float) -> None:
-        """Save what was asked for, and a text that took long to read. Raises SnapshotError if --save-snapshot fails; a failure of the
-        prefix cache is a warning. seconds: that the prompt took.
+        """Save the snapshot that was asked for, and keep a text that took long to read. seconds: the time that reading it took.
+
+        Raises SnapshotError if --save-snapshot fails; a failure of the prefix cache is a warning.
         """
         if self._target and kv.n_tokens:
             start = time.perf_counter()

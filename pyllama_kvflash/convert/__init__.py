@@ -3,7 +3,7 @@
     find_source ─▶ resolve: Config, Weights ─▶ Drafter ─▶ tensors  ─▶ write
                    Target (tokenizer, sizes) ─┘
 
-All errors but wrong values of weights are found before the first byte is written.
+All errors, except wrong values of weights, are found before the first byte is written.
 """
 
 import math
@@ -28,7 +28,7 @@ __all__ = ["OUTTYPES", "Drafter", "Plan", "Source", "Target", "find_source", "re
 _LLAMA_TYPES = (
     *("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
     *("iq4_nl", "iq4_xs"),
-)  # types made by llama.cpp's quantiser, from a file of another type
+)  # types that llama.cpp's quantiser makes, from a file of another type
 OUTTYPES = ("auto", *TYPES, *_LLAMA_TYPES)
 """Types of matrices. "auto": the stored type, bf16 or f16."""
 
@@ -39,8 +39,8 @@ _STORED = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 class Plan:
     """A drafter that can be written.
 
-    target: None: the drafter is only inspected.
-    stored: the type of its matrices, of TYPES.
+    target: None if the drafter is only inspected.
+    stored: the type of the source's matrices, one of TYPES.
     """
 
     source: Source
@@ -105,7 +105,7 @@ def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = 
 
 
 def _quantized(plan: Plan, new: Replacement, outtype: str, progress: Progress) -> None:
-    """Write a file of a type that llama.cpp's quantiser makes."""
+    """Write a file of one of _LLAMA_TYPES, by way of a temporary file of the stored type."""
     from pyllama_kvflash.native import quantize  # noqa: PLC0415 (all other types need no compiled part)
 
     stored = Replacement(new.target)  # only a temporary file, never renamed

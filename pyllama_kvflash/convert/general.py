@@ -11,7 +11,7 @@ def general_keys(gguf: Any, source: Source, n_params: int) -> dict[str, tuple[An
     for card in (_card(gguf, source.folder), {}):
         try:
             return _keys(gguf, source.name, card, n_params)
-        except Exception:  # noqa: BLE001, S112 (people write these texts; without them only the name is known)
+        except Exception:  # noqa: BLE001, S112 (people write these texts; only the name is needed)
             continue
     return {"general.name": (source.name, gguf.GGUFValueType.STRING, None)}
 

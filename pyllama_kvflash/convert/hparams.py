@@ -44,7 +44,7 @@ class Drafter:
     sizes: dimensions of tensors, by the names that layout.py uses.
     neox: True if the rotated halves of a head lie one after the other, as llama.cpp wants them; False if they
         alternate.
-    own_embeddings, own_head: use those in the weights, not the target's.
+    own_embeddings, own_head: whether to use those in the weights, not the target's.
     rope_factors: divisors of the rope frequencies, (head_dim / 2,), or [].
     """
 
@@ -73,7 +73,7 @@ class Drafter:
 
 
 def read_drafter(config: Config, weights: Weights, *, mrope: bool) -> Drafter:
-    """Resolve a drafter. mrope: its target uses M-RoPE. Raises ModelError and UnsupportedError, in one sentence."""
+    """Resolve a drafter. mrope: whether its target uses M-RoPE. Raises ModelError and UnsupportedError, in one sentence."""
     architecture = _architecture(config)
     gemma = architecture == GEMMA
     dspark = architecture in DSPARK or gemma or weights.get("markov_head.markov_w1.weight") is not None
@@ -209,9 +209,7 @@ def _head_dim(config: Config, weights: Weights, kv_heads: Size, *, gemma: bool) 
 
 
 def _rank(config: Config, weights: Weights) -> Size:
-    """Return the rank of the Markov head from config.json, else from the columns of its first matrix, as llama.cpp
-    does.
-    """
+    """Return the rank of the Markov head: from config.json, else the columns of its first matrix, as in llama.cpp."""
     if config.find("markov_rank", "dflash_config.markov_rank"):
         return _named(config.size("markov_rank", "dflash_config.markov_rank"))
     w1 = weights.get("markov_head.markov_w1.weight")

@@ -166,17 +166,17 @@ def _tensor(slot: Slot, stored: Stored, drafter: Drafter) -> Tensor:
 
 
 def _targets(stored: Stored, drafter: Drafter) -> npt.NDArray[np.int64]:
-    """Return the target's ids of the drafter's tokens, (n,) int64. The file has offsets from the drafter's own ids."""
+    """Return the target's ids of the drafter's tokens, (n,) int64. The file stores them as offsets from the drafter's ids."""
     offsets = stored.integers()
     ids = offsets + np.arange(len(offsets))
     n_vocab = drafter.size("vocab")
     outside = (ids < 0) | (ids >= n_vocab)
     if outside.any():
         i = int(outside.argmax())
-        msg = f"{stored.name} sends token {i} to {ids[i]}, and the target's are 0 to {n_vocab - 1} (vocab_size = {n_vocab})"
+        msg = f"{stored.name} maps token {i} to {ids[i]}, and the target's are 0 to {n_vocab - 1} (vocab_size = {n_vocab})"
         raise ModelError(msg)
     if len(np.unique(ids)) != len(ids):
-        msg = f"{stored.name} sends two tokens to the same one of the target"
+        msg = f"{stored.name} maps two tokens to one token of the target"
         raise ModelError(msg)
     return ids
 
@@ -184,8 +184,8 @@ def _targets(stored: Stored, drafter: Drafter) -> npt.NDArray[np.int64]:
 def _halves(n: int, head_dim: int, n_rot: int) -> npt.NDArray[np.int64]:
     """Return the order of rows, (n,) int64, that puts the halves of each head's rotated rows one after the other.
 
-    In the source, the first n_rot rows of a head are rotated in adjacent pairs. The order takes 0, 2, 4 ..., 1, 3, 5
-    ..., and the rest as it is.
+    In the source, the first n_rot rows of a head are rotated in adjacent pairs. The order is 0, 2, 4, ..., 1, 3, 5, ..., and
+    then the other rows unchanged.
     """
     head = np.arange(head_dim)
     head[:n_rot] = head[:n_rot].reshape(-1, 2).T.reshape(-1)

@@ -1,9 +1,8 @@
-"""Read the metadata of a GGUF file as bytes: under 1 s for a vocabulary of 250,000 tokens, where gguf's reader takes 14
-s.
+"""Reads the metadata of a GGUF file as bytes, in under 1 s for a vocabulary of 250,000 tokens. gguf's own reader takes 14 s.
 
 The format (ggml-org/ggml, docs/gguf.md): "GGUF", version u32, number of tensors u64, number of values u64, then the
-values. A value is its key, a type u32, and its data. An array is the type of its items u32, their number u64, and the
-items; a string is its length u64, and its bytes. All is little-endian.
+values. A value consists of its key, a type u32, and its data; an array of the type of its items u32, their number u64, and the
+items; a string of its length u64 and its bytes. Everything is little-endian.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ _VERSIONS = (2, 3)  # version 1 had 32-bit lengths
 
 
 class Field(NamedTuple):
-    """A value with its GGUF type and, for an array, the type of its items. A string is its bytes."""
+    """A value with its GGUF type and, for an array, the type of its items. A string's value is its bytes."""
 
     value: Any
     kind: int

@@ -6,10 +6,8 @@ from pyllama_kvflash.convert.config import Config
 from pyllama_kvflash.errors import ModelError, UnsupportedError, number
 
 _PARAMETERS = ("rope_parameters", "rope_scaling")  # in transformers 5, and before
-_WHERE = (
-    *(f"{p}.full_attention" for p in _PARAMETERS),
-    *_PARAMETERS,
-)  # the more specific first: for full attention, then for all
+_WHERE = (*(f"{p}.full_attention" for p in _PARAMETERS), *_PARAMETERS)
+"""Places of parameters, the more specific first: those for full attention, then those for all layers."""
 _N_SECTIONS = 4  # time, height, width, extra
 _NOT_ROTATED = 1e30  # as a divisor, it makes a frequency practically 0
 
@@ -17,9 +15,7 @@ Keys = dict[str, Any]
 
 
 def rope_keys(config: Config, head_dim: int, *, gemma: bool) -> tuple[Keys, list[float]]:
-    """Return the keys and the frequency divisors: head_dim / 2 of them, or none. Raises ModelError and
-    UnsupportedError.
-    """
+    """Return the keys, and the divisors of the frequencies: head_dim / 2 of them, or []. Raises ModelError and UnsupportedError."""
     theta = config.positive(*(f"{p}.rope_theta" for p in _WHERE), "rope_theta")
     _check_one_rope(config, theta)
     kind = config.maybe_text(*(f"{p}.{name}" for p in _WHERE for name in ("rope_type", "type"))) or "default"
@@ -80,9 +76,7 @@ def _scaling(config: Config, kind: str) -> Keys:
 
 
 def _proportional(config: Config, head_dim: int, kind: str, partial: float | None) -> list[float]:
-    """Return the divisors of Gemma 4's rope, (head_dim / 2,) or []: the first pairs are rotated, the others stay as
-    they are.
-    """
+    """Return the divisors of Gemma 4's rope, (head_dim / 2,) or []: the first pairs are rotated, the others are not."""
     if kind == "default" and partial in (None, 1):
         return []
     if kind != "proportional" or partial is None:

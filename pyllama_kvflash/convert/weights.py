@@ -18,7 +18,7 @@ from pyllama_kvflash.errors import ModelError, UnsupportedError
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes, the limit of the format's own reader
-_PREFIXES = ("model.", "language_model.")  # prefixes that some exports put before the same names
+_PREFIXES = ("model.", "language_model.")  # prefixes that some exports put before the names
 _SAME = (
     (re.compile(r"self_attn\.(sinks|attention_sink_bias|learnable_sink_param)(\.weight)?$"), "self_attn.sinks"),
     (re.compile(r"(_codebook|\.layer_scalar)\.weight$"), r"\1"),
@@ -94,7 +94,7 @@ class Weights:
             for stored in read_header(path):
                 name = short_name(stored.name)
                 if name in tensors:
-                    msg = f"{stored.name} in {path} is there twice: {tensors[name].path} has {tensors[name].name}"
+                    msg = f"{stored.name} in {path} is stored twice: {tensors[name].path} has {tensors[name].name}"
                     raise ModelError(msg)
                 tensors[name] = stored
         if not tensors:
@@ -147,7 +147,7 @@ def read_header(path: Path) -> list[Stored]:
 
 
 def _entry(value: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Return dtype, shape, first byte and end of a tensor. Raises ValueError, TypeError and KeyError."""
+    """Return a tensor's dtype, its shape, and the start and end of its bytes. Raises ValueError, TypeError and KeyError."""
     shape, (begin, end) = value["shape"], value["data_offsets"]
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError

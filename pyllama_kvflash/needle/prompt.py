@@ -159,9 +159,9 @@ def _draw_answers(rng: random.Random, n: int) -> list[str]:
 
 
 class _Prose:
-    """An endless stream of prose that is handed out in lines that fit the room, and can be read again from its start.
+    """An endless stream of prose, taken in lines that fit the room that is left. It can be read again from its start.
 
-    Every line is counted once, however often it is asked for.
+    The tokens of a line are counted once, however often it is taken.
     """
 
     def __init__(self, rng: random.Random, count: Callable[[str], int], haystack: str | None = None) -> None:
@@ -265,7 +265,7 @@ def _lay_out(prose: _Prose, needles: Sequence[str], room: int) -> _Layout:
 
 
 def _fit(prose: _Prose, needles: Sequence[str], n_tokens: int, needle_tokens: int) -> tuple[_Layout, int]:
-    """Lay the document out so that the whole text has at most `n_tokens` tokens, and few less.
+    """Lay the document out so that the whole text has at most `n_tokens` tokens, and not many fewer.
 
     Returns the layout and its tokens.  If the counts of the lines do not add up to the count of the text, the same
     prose is laid out again with an allowance for the difference.

@@ -24,7 +24,7 @@ FIRST_NAMES: Final = _WORDS["first_names"]
 LAST_NAMES: Final = _WORDS["last_names"]
 PLACES: Final = _WORDS["place"]
 TOPICS: Final = {name.removeprefix("topic "): its for name, its in _WORDS.items() if name.startswith("topic ")}
-"""Templates of sentences.  {hero} {friend} {home} {away} are drawn once a paragraph; every other slot is drawn anew each time."""
+"""Templates of sentences, by topic.  {hero} {friend} {home} {away} are drawn once a paragraph, every other slot each time."""
 
 # A key is an adjective and a noun.  The held-out words never occurred in a key during training.
 KEY_ADJECTIVES: Final = _WORDS["key_adjectives"]

@@ -1,4 +1,4 @@
-"""A server of the OpenAI and Anthropic protocols over one pool.
+"""An HTTP server over one pool, with the protocols of OpenAI, Anthropic, Ollama and llama-server.
 
 `scheduler` owns the model, `app` speaks HTTP; they meet in `job`.
 """

@@ -1,4 +1,4 @@
-"""HTTP: the routes, access control, and how answers are sent."""
+"""The HTTP application: routes, handlers, and how answers are sent."""
 
 import asyncio
 import time
@@ -36,11 +36,11 @@ from pyllama_kvflash.serve.scheduler import Scheduler
 from pyllama_kvflash.serve.settings import Settings
 
 WARNING = "KVFlash-Warning"
-"""The header that names the parts of the request's schemas that are not enforced."""
+"""The response header with a request's warnings: unknown fields, ignored parts, and schema constraints that are not enforced."""
 
-_MAX_HEADER = 2_000  # characters of that header
-_MAX_LOGGED = 1_000  # different warnings that are logged
-_READERS = 2  # requests tokenized at once: that takes some 75 bytes a character
+_MAX_HEADER = 2_000  # characters of the header WARNING
+_MAX_LOGGED = 1_000  # distinct warnings that are logged
+_READERS = 2  # threads that tokenize requests: each takes some 75 bytes of memory per character
 
 T = TypeVar("T")
 Note = Callable[[str], None]
@@ -48,7 +48,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
-    """The HTTP handlers. note: called with warnings and bodies. log: called with a line about each request; None: note is."""
+    """The HTTP handlers.
+
+    note: called with each warning, and with the bodies of requests if they are logged.
+    log: called with one line about each request; None: `note` is called with it.
+    """
 
     def __init__(
         self, scheduler: Scheduler, settings: Settings, note: Note = lambda _: None, log: Note | None = None
@@ -90,7 +94,7 @@ class Server:
         return Logged(Prefixed(guarded, s.api_prefix) if s.api_prefix else guarded, self._log, s.log_format)
 
     def close(self) -> None:
-        """End the threads that read requests, after the requests they have, and write responses that are kept."""
+        """Stop the reader threads after their current requests, and wait until stored responses are written."""
         self._readers.shutdown(wait=False)
         self._responses.close()
 
@@ -126,7 +130,7 @@ class Server:
         return model
 
     async def _adapters(self, _request: Request) -> Response:
-        return JSONResponse([])  # there are none
+        return JSONResponse([])  # no LoRA adapters are loaded
 
     async def _props(self, _request: Request) -> Response:
         kv = self._ready()
@@ -142,7 +146,7 @@ class Server:
         return self._scheduler.kv
 
     def _refuses(self, why: str) -> Handler:
-        """Return the handler for a path of what the server does not have."""
+        """Return a handler that refuses requests with 501. why: the message."""
 
         async def handle(_request: Request) -> Response:
             raise RequestError(501, why, code="not_implemented")
@@ -150,7 +154,10 @@ class Server:
         return handle
 
     def _asks(self, answer: Callable[[KVFlash, dict[str, Any]], dict[str, Any]]) -> Handler:
-        """Return the handler for what the model's vocabulary or template answers, in a reader's thread."""
+        """Return a handler for requests that need the vocabulary or the template only.
+
+        answer: called in a reader thread, with the engine and the JSON object of the body. Returns the response's object.
+        """
 
         def found(kv: KVFlash, body: bytes) -> dict[str, Any]:
             try:
@@ -171,7 +178,7 @@ class Server:
     #
 
     def _answers(self, protocol: AnswerProtocol) -> Handler:
-        """Return the handler for requests of a protocol."""
+        """Return the handler for a protocol's requests for answers."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -196,7 +203,7 @@ class Server:
         return handle
 
     def _warned(self, warnings: Sequence[str]) -> dict[str, str]:
-        """Log each warning once. Returns the header with all of them."""
+        """Log each warning unless it was logged before. Returns the response header with all warnings; {} without any."""
         for warning in warnings:
             if warning not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(warning)
@@ -205,16 +212,16 @@ class Server:
         return {WARNING: header if len(header) <= _MAX_HEADER else f"{header[:_MAX_HEADER]}..."} if header else {}
 
     async def _read(self, call: Callable[..., T], *args: Any) -> T:
-        """Call a function in a reader's thread."""
+        """Return the result of call(*args), run in a reader thread."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, call, *args)
 
     async def _kept(self, request: Request) -> Response:
-        """Show or delete a response that is kept."""
+        """Return or delete a stored response."""
         answer = responses_response.deleted if request.method == "DELETE" else responses_response.shown
         return JSONResponse(await self._read(answer, self._responses, str(request.path_params["name"])))
 
     def _job(self, found: PreparedRequest, exchange: Exchange) -> Job:
-        """Return the job of a request. Each further answer has the next seed."""
+        """Return the job for a request. If the request has a seed, each further answer gets the next one."""
         parsed, first = found.parsed, found.sampling
         seeds = [None if first.seed is None else (first.seed + i) % MAX_SEED for i in range(1, parsed.n)]
         return Job(
@@ -233,8 +240,8 @@ class Server:
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[tuple[KVFlash, bytes]]:
-        """Take a place in the queue. Yields the engine and the body. If the block fails, the place is given up."""
-        kv = self._ready()  # before the client sends megabytes in vain
+        """Take a place in the queue, and yield the engine and the body. If the block raises, the place is given up."""
+        kv = self._ready()  # refuse before the client sends megabytes for nothing
         body = await body_of(request, self._settings.max_body)
         if self._settings.log_bodies:
             self._note(f"{request.method} {request.url.path[:100]} body: {shown_body(body)}")
@@ -246,7 +253,7 @@ class Server:
             raise
 
     def _limit(self, max_tokens: int | None) -> int:
-        """Return the most tokens of an answer; -1: until the context is full."""
+        """Return the limit for an answer's tokens; -1: until the context is full. max_tokens: the request's limit, if any."""
         most = self._settings.n_predict
         if max_tokens is None or most < 0:
             return most if max_tokens is None else max_tokens

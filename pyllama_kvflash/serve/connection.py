@@ -1,4 +1,4 @@
-"""One connection of HTTP/1.1: bytes that are not HTTP, and clients that close their half of it."""
+"""An HTTP/1.1 connection: its idle timeout, half-closed clients, and bytes that are not HTTP."""
 
 import asyncio
 import json
@@ -10,24 +10,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 
-_FIRST_PROBE, _LAST_PROBE = 0.05, 1.0  # seconds until a client that may have left is written to again
+_FIRST_PROBE, _LAST_PROBE = 0.05, 1.0  # seconds between two probes of a client that may have left; the pause doubles
 
 
 class Connection(H11Protocol):
-    """Uvicorn's protocol by h11, whether httptools is installed or not."""
+    """Uvicorn's h11 protocol, which is used even if httptools is installed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin a connection."""
-        super().connection_made(transport)  # type: ignore[arg-type]  # of a socket it is a Transport
+        super().connection_made(transport)  # type: ignore[arg-type]  # a socket has a Transport
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Handle received bytes."""
         super().data_received(data)
         self._expect()
 
     def _expect(self) -> None:
-        """Close the connection if nothing of the next request comes in time. Uvicorn waits for the first one for ever."""
+        """Start the idle timeout if no request is in progress. Uvicorn alone would wait forever for the first request."""
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None and not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -35,20 +35,20 @@ class Connection(H11Protocol):
             )
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes a bool
-        """Return whether to keep the connection: the client has sent its whole request, and may still wait for the answer.
+        """Handle the end of the client's data. Returns whether to keep the connection: True if a complete request awaits its answer.
 
-        A client that has closed both halves looks the same until something is written to it.
+        A client that has closed both directions looks the same as one that waits, until something is written to it.
         """
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete:
             return False
         cycle.keep_alive = False
-        cycle.message_event.set()  # receive() returns once more, so that a stream writes more often
+        cycle.message_event.set()  # wakes receive(), so that the stream sends keep-alive events more often
         self._probe(_FIRST_PROBE)
         return True
 
     def _probe(self, seconds: float) -> None:
-        """Write an interim response, again and again until the answer begins. It fails once the client's system has refused one."""
+        """Write interim responses (100 Continue) until the answer begins. If the client has left, its system resets the connection."""
         if self.cycle.response_started or self.transport.is_closing():
             return
         if self.cycle.scope["http_version"] == "1.1":  # older clients do not know interim responses
@@ -56,15 +56,15 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.loop.call_later(seconds, self._probe, min(2 * seconds, _LAST_PROBE))
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (it does not say why)
-        """Answer bytes that are not HTTP, as other requests that are refused."""
-        if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:  # an answer was begun
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (the exception says more)
+        """Answer bytes that are not HTTP with an error object, as other refused requests get."""
+        if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:  # an answer has begun
             self.transport.close()
             return
         why = sys.exc_info()[1]
         status = getattr(why, "error_status_hint", 400)
         if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-            err = RequestError(status, "the request's line and headers are too long: the limit is 16 KiB")
+            err = RequestError(status, "the request line and headers are too long: the limit is 16 KiB")
         else:
             err = RequestError(status, f"the request is not HTTP/1.1: {' '.join(str(why).split())[:200]}")
         data = json.dumps(err.body()).encode()
@@ -75,5 +75,5 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        """Return False: a client that offers HTTP/2 or a WebSocket is answered by HTTP/1.1."""
+        """Return False: a client that offers HTTP/2 or a WebSocket gets an HTTP/1.1 answer."""
         return False

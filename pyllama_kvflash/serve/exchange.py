@@ -15,18 +15,18 @@ from pyllama_kvflash.serve.protocols.reply import Reply
 from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.scheduler import Scheduler
 
-_ALIVE_SECONDS = 10.0  # without data on a stream, until a keep-alive event is sent
-_PROBE_SECONDS = 0.5  # the same for a client that sends no more, and may have left
+_ALIVE_SECONDS = 10.0  # of silence on a stream before a keep-alive event is sent
+_PROBE_SECONDS = 0.5  # instead, once the client has closed its sending half and may have left
 
 
 class Exchange:
-    """The handler's end of one request. Make it in the event loop that handles the request."""
+    """The handler's end of one job. Create it in the event loop that handles the request."""
 
     def __init__(self, scheduler: Scheduler, reply: Reply, entry: Entry) -> None:
-        """reply: writes the answers. entry: of the log, gets them."""
+        """reply: formats the answers. entry: the request's log entry, which collects the answers' figures."""
         self._scheduler, self.reply, self.entry = scheduler, reply, entry
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: look at the client
+        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: check whether the client has left
         self._patience = _ALIVE_SECONDS
         self._gone = False
         self._job: Job | None = None
@@ -34,7 +34,7 @@ class Exchange:
         self._failed: Failed | None = None
 
     def notify(self, update: Update) -> None:
-        """Take an update. The scheduler's thread calls this."""
+        """Queue an update. The scheduler's thread calls this."""
         with suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
@@ -49,12 +49,12 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel the job, however the block ends: its client needs no more of it."""
+        """Cancel the job, however the block ends. A job that has ended is not affected."""
         if self._job is not None:
             self._scheduler.cancel(self._job)
 
     async def events(self, receive: Receive) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream up to its end, or until the client leaves; some are empty."""
+        """Yield the events of a stream until it ends or the client leaves. Some events are empty."""
         watch = asyncio.create_task(self._watch(receive))
         try:
             yield self.reply.first()
@@ -88,7 +88,7 @@ class Exchange:
         return self.reply.alive()
 
     async def whole(self, receive: Receive) -> bool:
-        """Wait for the whole answer. Returns whether the client is still there. Raises RequestError."""
+        """Wait for all answers. Returns False if the client left first. Raises RequestError if the request failed."""
         with self:
             async with aclosing(self.events(receive)) as events:
                 async for _ in events:
@@ -98,9 +98,8 @@ class Exchange:
         return not self._n_left
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())[
-            "type"
-        ] != "http.disconnect":  # it has closed its half: only a write shows whether it left
+        while (await receive())["type"] != "http.disconnect":
+            # the client has closed its sending half: only a write can show whether it has left
             self._patience = _PROBE_SECONDS
             self._updates.put_nowait(None)
         self._gone = True
@@ -110,11 +109,11 @@ class Exchange:
 class Stream(Response):
     """A response that is sent as it grows.
 
-    It notices at once that the client has left. Starlette's own notices only at its next write.
+    Unlike Starlette's StreamingResponse, it notices at once when the client leaves, not only at its next write.
     """
 
     def __init__(self, exchange: Exchange, headers: Mapping[str, str], media: str) -> None:
-        """headers: extra ones for the stream. media: its type."""
+        """headers: extra response headers. media: the media type."""
         more = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(media_type=media, headers={**headers, **more})
         del self.headers["content-length"]

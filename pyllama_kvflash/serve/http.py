@@ -23,29 +23,29 @@ from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.text import to_json
 
 Read = Callable[[Request], Awaitable[bytes]]
-"""Returns a request's body. Raises RequestError."""
+"""A function that returns a request's body. Raises RequestError."""
 
 
 class JSONResponse(responses.JSONResponse):
-    """A response with null where a value has NaN or an infinity, which JSON lacks."""
+    """A JSON response, with null for NaN and infinities, which JSON lacks."""
 
     def render(self, content: Any) -> bytes:
         """Return the body."""
         return to_json(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-_BODY_SECONDS = 60.0  # within which a body must arrive
+_BODY_SECONDS = 60.0  # time limit for receiving a body
 _ENCODINGS, _ZLIB_OR_GZIP = {"gzip", "x-gzip", "deflate"}, zlib.MAX_WBITS | 32
-_MOST_MEMBERS = 1_000  # of a body by gzip
+_MOST_MEMBERS = 1_000  # limit for the members of a gzip body
 _BROWSER = {"origin", "referer", "sec-fetch-site"}
-"""Headers of which each browser sends one with a POST for a foreign page."""
+"""Headers of browsers: each browser sends at least one of them with a POST on behalf of a foreign page."""
 
 
 async def body_of(request: Request, limit: int) -> bytes:
-    """Return a request's body, decoded. limit: bytes, also of what is decoded. Raises RequestError.
+    """Return a request's body, decompressed. limit: most bytes, before and after decompression. Raises RequestError.
 
-    A browser must declare it as JSON: for a foreign page, it does not send that without asking the server first. Other clients
-    need not, such as curl with its -d.
+    A browser must declare the body as JSON: it sends JSON for a foreign page only after asking the server (CORS preflight).
+    Other clients, such as curl -d, need not declare it.
     """
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
     if not declared and _BROWSER.intersection(request.headers.keys()):
@@ -71,18 +71,15 @@ async def body_of(request: Request, limit: int) -> bytes:
 
 
 def _decoded(data: bytes, encoding: str, limit: int) -> bytes:
-    """Return a body as it was before its Content-Encoding, but never more than is allowed: a few bytes may stand for gigabytes.
-
-    Raises RequestError.
-    """
+    """Return a body without its Content-Encoding. Raises RequestError, also above the limit: a few bytes may hold gigabytes."""
     name = encoding.strip().lower()
     if name in {"", "identity"}:
         return data
     if name not in _ENCODINGS:
-        msg = f"Content-Encoding {encoding[:100]!r} is not known: send the body as it is, or by gzip or deflate"
+        msg = f"Content-Encoding {encoding[:100]!r} is not supported: use gzip, deflate or none"
         raise RequestError(415, msg, code="unsupported_media_type", headers={"Accept-Encoding": "gzip, deflate"})
     res = bytearray()
-    for _ in range(_MOST_MEMBERS):  # gzip may have several, and tiny ones take long
+    for _ in range(_MOST_MEMBERS):  # a gzip stream may have many members, and tiny ones are slow to decode
         decoder = zlib.decompressobj(_ZLIB_OR_GZIP)
         with contextlib.suppress(zlib.error):
             res += decoder.decompress(data, limit + 1 - len(res))
@@ -93,7 +90,7 @@ def _decoded(data: bytes, encoding: str, limit: int) -> bytes:
             break
         if not data:
             return bytes(res)
-    raise RequestError(400, f"the body is not one whole {name} stream, as its Content-Encoding says")
+    raise RequestError(400, f"the body is not one complete {name} stream, which its Content-Encoding declares")
 
 
 def _too_large(limit: int) -> RequestError:
@@ -108,7 +105,7 @@ def _too_large(limit: int) -> RequestError:
 
 
 def _response(scope: Scope, err: RequestError) -> Response:
-    """Return the response for an error, in the form of the path's protocol, and log it."""
+    """Return the response for an error, in the form of the path's protocol, and add the error to the log entry."""
     path = scope["path"]
     entry_of(scope).error = err.message
     if path.startswith("/v1/messages"):
@@ -117,7 +114,7 @@ def _response(scope: Scope, err: RequestError) -> Response:
         body = ollama_response.error_body(err)
     else:
         body = err.body()
-    # it is ASCII, because a message may quote half of a surrogate pair
+    # ASCII, because a message may quote a lone surrogate
     return Response(to_json(body), err.status, err.headers, "application/json")
 
 
@@ -136,7 +133,7 @@ async def on_http(request: Request, err: HTTPException) -> Response:
 
 
 async def on_error(request: Request, _err: Exception) -> Response:
-    """Answer a request that failed by a bug."""
+    """Answer a request that failed because of a bug."""
     return _response(request.scope, RequestError(500, "an error in the server: its log has the details"))
 
 
@@ -157,7 +154,7 @@ class Prefixed:
         if path.startswith(f"{self._prefix}/"):
             scope = {**scope, "path": path.removeprefix(self._prefix)}
         elif path == self._prefix:
-            app = RedirectResponse(f"{path}/")  # what the page names is relative to it
+            app = RedirectResponse(f"{path}/")  # the page's links are relative to it
         else:
             app = _response(
                 scope, _not_a_path(f"{path[:200]} is not a path of this server: its paths begin with {self._prefix}/")
@@ -175,9 +172,9 @@ def _not_a_path(msg: str) -> RequestError:
 
 
 class Guard:
-    """Refuses requests without the key, except to the paths in `free`.
+    """An ASGI application that refuses requests without the API key, except to the paths in `free`.
 
-    If the server has no key, it refuses requests that name this machine by a foreign host name.
+    If the server has no key, it refuses requests that reach this machine under a foreign host name.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, free: Collection[str]) -> None:
@@ -203,10 +200,10 @@ class Guard:
 
 
 def _foreign_host(host: str, server: tuple[str, int | None] | None) -> RequestError | None:
-    """Return why to refuse a request that reached this machine's own address by a foreign name; None: it may pass.
+    """Return the error for a request to a loopback address under a foreign host name; None: the request may pass.
 
-    A foreign page may let its name resolve to 127.0.0.1 (DNS rebinding). The browser then takes this server for the page's own,
-    and lets the page read from it. That cannot happen with an address, or with localhost.
+    A foreign page may let its host name resolve to 127.0.0.1 (DNS rebinding). The browser then takes this server for the
+    page's own, and lets the page read its answers. An IP address or localhost in the Host header rules that out.
     """
     name = (host.rpartition(":")[0] if re.search(r":\d*$", host) else host).strip("[]").lower().rstrip(".")
     if not server or not _is_loopback(server[0]) or not name or name == "localhost" or name.endswith(".localhost"):

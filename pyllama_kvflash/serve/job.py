@@ -15,9 +15,9 @@ log = logging.getLogger("kvflash.serve")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`done` of `total` tokens of the prompt are in the context, including those that were there before.
+    """Progress in a prompt: `done` of its `total` tokens are in the context, including the cached ones.
 
-    cached: those. seconds: since the prompt's turn came.
+    cached: tokens that were in the sequence before. seconds: since the request got its sequence.
     """
 
     done: int
@@ -28,7 +28,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log probability. data: its bytes, special tokens as text. top: the likeliest tokens in its place. id: its own."""
+    """A token's log probability.
+
+    data: the token's bytes; for a special token, its text. top: the likeliest tokens at this place. id: the token's id.
+    """
 
     data: bytes
     logprob: float
@@ -37,7 +40,7 @@ class TokenLogprob:
 
     @property
     def text(self) -> str:
-        """Its text; bytes that are not UTF-8 are replaced."""
+        """The token's text, with bytes that are not UTF-8 replaced."""
         return self.data.decode("utf-8", "replace")
 
 
@@ -45,9 +48,9 @@ class TokenLogprob:
 class Timing:
     """How long an answer has taken so far, in seconds.
 
-    n_read: tokens of the prompt that had to be read. read_s: for that, without the time in the queue.
-    n_answer: tokens of the answer. answer_s: for those.
-    n_drafted, n_accepted: tokens of drafts, and those of them that are in the answer.
+    n_read: tokens of the prompt that were not cached. read_s: the time to read them, without the time in the queue.
+    n_answer: tokens of the answer. answer_s: the time to decode them.
+    n_drafted, n_accepted: guessed tokens, and how many of them were accepted.
     """
 
     n_read: int = 0
@@ -60,7 +63,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer. logprobs: its tokens', if requested. timing: includes its tokens."""
+    """Further text of the answer. logprobs: of its tokens, if requested. timing: up to its last token."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -72,10 +75,10 @@ class Finished:
     """The end of an answer.
 
     reason: as in events.Done.
-    stop: the stop string that ended it; None: it ended otherwise.
-    n_cached: tokens of the prompt that did not have to be read.
-    seconds: from the making of the job to its end.
-    first_s: from the making of the job to the end of its prompt, with the time in the queue.
+    stop: the stop string that ended the answer; None: no stop string did.
+    n_cached: tokens of the prompt that were in the sequence before.
+    seconds: from the creation of the job to the end of this answer.
+    first_s: from the creation of the job to the end of its prompt, including the time in the queue.
     """
 
     reason: str
@@ -90,7 +93,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end of a request without an answer, or with part of one. status: of HTTP. message: a sentence."""
+    """The end of a request that failed, perhaps with part of an answer. status: the HTTP status. message: a sentence."""
 
     status: int
     message: str
@@ -103,14 +106,14 @@ STOPPING = Failed(503, "the server is stopping: try again after its restart")
 
 
 def broken(err: BaseException | None) -> Failed:
-    """Return the last update of all requests when an error has ended the server."""
+    """Return the last update for every request after an error has stopped the scheduler. err: the error, if known."""
     if isinstance(err, DeviceLostError):
         return Failed(503, str(err))
     return Failed(500, "the server has stopped after an error: its log says why")
 
 
 def failure(err: Exception) -> Failed:
-    """Return the last update of a request that an error ended. Raises DeviceLostError, for it ends all others, too."""
+    """Return the last update for a request that failed. Raises DeviceLostError again, which ends all other requests, too."""
     if isinstance(err, DeviceLostError):
         raise err
     if isinstance(err, UsageError) and not isinstance(err, InUseError):
@@ -124,7 +127,7 @@ def failure(err: Exception) -> Failed:
 
 
 class Phase(Enum):
-    """Phase of the scheduler. In FAILED, `error` says why."""
+    """Phase of the scheduler. In FAILED, Scheduler.error says why."""
 
     LOADING = "loading"
     READY = "ok"
@@ -137,7 +140,7 @@ class NotReady(RequestError):  # noqa: N818 (the request is not wrong)
     """The scheduler admits no requests."""
 
     def __init__(self, phase: Phase) -> None:
-        """phase: says why."""
+        """phase: the scheduler's phase, which says why."""
         if phase == Phase.FAILED:
             super().__init__(503, broken(None).message, code="unavailable")
         else:
@@ -150,24 +153,24 @@ class QueueFull(RequestError):  # noqa: N818 (as above)
     """The queue is full."""
 
     def __init__(self, seconds: int) -> None:
-        """seconds: an estimate until there is room."""
+        """seconds: the estimated time until there is room."""
         msg = f"the queue is full: try again in {seconds} s"
         super().__init__(429, msg, code="queue_full", headers={"Retry-After": str(seconds)})
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request.
+    """A request, as the scheduler serves it.
 
-    tokens: (n,) int32, at least one.
-    max_tokens: the most tokens of the answer; -1: until the context is full.
-    notify: the scheduler's thread calls it with each Update; it must return at once. The last update of each answer is Finished
-    or Failed, and no other one follows Failed; only a cancelled job may end without it.
-    preserved: special tokens that belong to the text of the answer.
-    pin_seconds: how long its prompt must stay in the cache on disk; 0: as long as there is room.
-    others: the sampling of each further answer to the same prompt; they are served next.
-    begins: where its messages begin, and last of all its answer; (): it is not a conversation, or that is not known.
-    slot: index of the sequence to use; -1: any. reuse: whether what a sequence, or the cache on disk, has of the prompt is kept.
+    tokens: the prompt, (n,) int32, at least one token.
+    max_tokens: limit for the tokens of an answer; -1: until the context is full.
+    notify: called by the scheduler's thread with each Update; it must return at once. The last update of each answer is Finished
+    or Failed; no update follows Failed. A cancelled job may end without either.
+    preserved: special tokens whose text belongs to the answer.
+    pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
+    others: the sampling settings of each further answer to the same prompt, served one after another.
+    begins: where the messages of a conversation begin in tokens, and last where its answer begins; (): not known.
+    slot: index of the sequence to use; -1: any. reuse: whether cached tokens of the prompt may be reused.
     """
 
     tokens: Tokens

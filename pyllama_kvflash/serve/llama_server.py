@@ -1,4 +1,4 @@
-"""Endpoints of llama-server, in its form: /props, /slots, /tokenize and /detokenize."""
+"""llama-server's endpoints about the server and its vocabulary: /props, /slots, /tokenize and /detokenize."""
 
 from dataclasses import fields
 from typing import Any
@@ -13,19 +13,19 @@ from pyllama_kvflash.serve.protocols.request_error import invalid
 from pyllama_kvflash.serve.settings import Settings
 from pyllama_kvflash.text import printable
 
-_MOST = 4 << 20  # characters of a text to tokenize: each takes some 75 bytes
+_MOST = 4 << 20  # most characters of a text to tokenize: each takes some 75 bytes of memory
 
-_NO_EMBEDDINGS = "this server has no embeddings: start another one for them, such as llama-server --embedding"
-_NO_RANKING = "this server does not rank documents: start another one for that, such as llama-server --reranking"
+_NO_EMBEDDINGS = "this server has no embeddings: use another server, such as llama-server --embedding"
+_NO_RANKING = "this server does not rank documents: use another server, such as llama-server --reranking"
 REFUSED = {
     "/embedding": ("POST", _NO_EMBEDDINGS),
     "/embeddings": ("POST", _NO_EMBEDDINGS),
     "/v1/embeddings": ("POST", _NO_EMBEDDINGS),
     "/rerank": ("POST", _NO_RANKING),
     "/v1/rerank": ("POST", _NO_RANKING),
-    "/lora-adapters": ("POST", "this server has no adapters: merge one into the model's file"),
+    "/lora-adapters": ("POST", "this server does not load LoRA adapters: merge the adapter into the model file"),
 }
-"""Paths that are refused: the method, and why."""
+"""Refused requests, by path: the method, and the message."""
 
 
 def tokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def tokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def detokenize(kv: KVFlash, body: dict[str, Any]) -> dict[str, Any]:
-    """Answer POST /detokenize: the text of tokens, with special ones. Raises RequestError."""
+    """Answer POST /detokenize: the text of tokens, including special tokens. Raises RequestError."""
     tokens, n = body.get("tokens"), kv.model.n_vocab
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < n for t in tokens):
         msg = f"tokens must be an array of token ids, 0 to {n - 1:,}"
@@ -62,7 +62,7 @@ def _piece(kv: KVFlash, token: int) -> str | list[int]:
 
 
 def props(kv: KVFlash, settings: Settings, caps: dict[str, bool]) -> dict[str, Any]:
-    """Answer GET /props: the settings for all requests. caps: what the template supports."""
+    """Answer GET /props: the server's settings. caps: whether the chat template supports each feature."""
     s = settings.sampling
     params = {field.name: getattr(s, field.name) for field in fields(s)}
     params |= {"seed": -1 if s.seed is None else s.seed, "samplers": order_of(s.samplers)}
@@ -93,7 +93,7 @@ def props(kv: KVFlash, settings: Settings, caps: dict[str, bool]) -> dict[str, A
 
 
 def slots(kv: KVFlash, busy: list[bool]) -> list[dict[str, Any]]:
-    """Answer GET /slots: the sequences. busy: for each, whether it has a request."""
+    """Answer GET /slots: the state of the sequences. busy: whether each of them serves a request."""
     return [
         {
             "id": i,

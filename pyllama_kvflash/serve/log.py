@@ -19,21 +19,22 @@ Write = Callable[[str], None]
 
 FORMATS = "text", "json"
 
-_ENTRY = "kvflash.entry"  # where a scope has its entry
+_ENTRY = "kvflash.entry"  # key of the entry in an ASGI scope
 _MAX_CLIENT, _MAX_PATH, _MAX_BODY = 40, 100, 4_000  # characters that are shown
-_REFUSED = 400  # the least status of an error
+_REFUSED = 400  # lowest status of an error
 LEFT = 499
-"""Status of a request whose client left before its answer had ended."""
+"""Status of a request whose client left before the end of the answer."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """What the log says of a request.
+    """The log entry of a request.
 
-    time: ISO 8601. client: its User-Agent without comments. status: of HTTP, 499: the client left before its answer had ended.
-    n_prompt, n_cached: tokens of the prompt, and those of them that were not read again. n_answer: tokens of its answers.
-    first_s: seconds until the first token, with the time in the queue; None: there is no answer.
-    answer_s: seconds for the answer alone. seconds: for all. reason: why the last answer ended. error: why it was refused, or failed.
+    time: ISO 8601. client: the User-Agent header without comments. status: the HTTP status; LEFT: the client left early.
+    n_prompt, n_cached: tokens of the prompt, and how many of them were cached. n_answer: tokens of all answers.
+    first_s: seconds until the first token, including the time in the queue; None: there is no answer.
+    answer_s: seconds of decoding answers. seconds: of the whole request. reason: why the last answer ended.
+    error: why the request was refused, or failed.
     """
 
     time: str
@@ -51,7 +52,7 @@ class Entry:
     error: str = ""
 
     def finished(self, done: Finished) -> None:
-        """Add an answer."""
+        """Add the figures of an answer that has ended."""
         if self.first_s is None:
             self.n_prompt, self.n_cached, self.first_s = done.n_prompt, done.n_cached, done.first_s
         self.n_answer += done.n_answer
@@ -60,7 +61,7 @@ class Entry:
 
     @property
     def shown(self) -> bool:
-        """Whether the log has it: answers and errors, not the looks of a page or a monitor."""
+        """Whether the request is logged. Polling by the page or a monitor is not, unless it fails."""
         return self.method == "POST" or self.status >= _REFUSED
 
     def __str__(self) -> str:
@@ -74,7 +75,8 @@ class Entry:
                 f"first token {self.first_s:.2f} s",
             ]
             if self.answer_s and self.n_answer > 1:
-                parts.append(f"{(self.n_answer - 1) / self.answer_s:.1f} tok/s")  # the first one is the prompt's
+                # reading the prompt gives the first token
+                parts.append(f"{(self.n_answer - 1) / self.answer_s:.1f} tok/s")
         parts.append(f"{self.seconds:.2f} s")
         if self.reason:
             parts.append(self.reason)
@@ -116,7 +118,7 @@ class Logged:
 
 
 def _client(scope: Scope) -> str:
-    """Return a client's name: "OpenAI/Python 3.57.0", "claude-cli/2.0.1"."""
+    """Return the client's name from the User-Agent header, such as "OpenAI/Python 3.57.0" or "claude-cli/2.0.1"."""
     agent = re.sub(r"\s*\(.*?\)", "", Headers(scope=scope).get("user-agent", ""))
     return _printable(agent, _MAX_CLIENT) or "-"
 
@@ -133,7 +135,7 @@ _SECRET = re.compile(r"(?i)(api[-_ ]?key|authorization|password|passwd|secret|cr
 
 
 def shown_body(body: bytes) -> str:
-    """Return a body for the log: JSON on one line, without the values of fields that are named like secrets."""
+    """Return a body for the log: JSON on one line, with *** for the values of fields that are named like secrets."""
     try:
         text = json.dumps(_without_secrets(json.loads(body)), ensure_ascii=False)
     except (ValueError, RecursionError):

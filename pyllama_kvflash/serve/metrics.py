@@ -8,26 +8,26 @@ from pyllama_kvflash.engine.sequence import KVSequence
 from pyllama_kvflash.events import Stats
 
 OUTCOMES = ("ok", "cancelled", "error", "rejected", "invalid")
-"""How requests end: answered; the client left; failed; the queue was full or the server not ready; invalid."""
+"""How requests end: answered; the client left; an error; the queue was full or the server not ready; an invalid request."""
 
 SOURCES = ("memory", "disk")
 
 _COUNTERS = {
     "prefill_tokens": "Prompt tokens that were read.",
-    "prefill_seconds": "Seconds of reading prompts.",
+    "prefill_seconds": "Seconds spent reading prompts.",
     "decode_tokens": "Tokens of answers that were decoded.",
-    "decode_seconds": "Seconds of decoding answers.",
+    "decode_seconds": "Seconds spent decoding answers.",
     "drafted_tokens": "Tokens guessed by speculative decoding.",
-    "accepted_tokens": "Of these, tokens that were right.",
+    "accepted_tokens": "Guessed tokens that were accepted.",
     "checked_tokens": "Tokens that were compared with the full cache.",
-    "agreed_tokens": "Of these, tokens for which both have the same likeliest token.",
-    "check_seconds": "Seconds of comparing them.",
+    "agreed_tokens": "Compared tokens for which the pool and the full cache have the same likeliest token.",
+    "check_seconds": "Seconds spent comparing tokens with the full cache.",
     "pages_out": "Chunks that left the pool.",
-    "pages_in": "Chunks that came back.",
-    "guests_fetched": "Guests (16 tokens of a layer) that layers fetched from records, with policy fresh.",
+    "pages_in": "Chunks that came back to the pool.",
+    "guests_fetched": "Guests (16 positions of one layer) that layers fetched from records, with policy fresh.",
     "requests": "Requests, by how they ended.",
     "prefix_cache_hits": "Prompts with a cached beginning, by source.",
-    "prefix_cache_tokens": "Prompt tokens that did not have to be read, by source.",
+    "prefix_cache_tokens": "Prompt tokens that were cached, by source.",
     "prefix_cache_misses": "Prompts without a cached beginning.",
     "prefix_cache_saves": "Sequences written to the prefix cache on disk.",
 }
@@ -38,33 +38,33 @@ _LABELS = {
     "prefix_cache_hits": ("source", SOURCES),
     "prefix_cache_tokens": ("source", SOURCES),
 }
-"""Counters with a value for each of several words: the label, and the words."""
+"""Counters with a label: the label's name, and its values."""
 
 _GAUGES = {
     "pool_cells": "Cells of the pool; 0: the full cache is in use.",
-    "context": "Positions of a sequence.",
+    "context": "Context length of each sequence, in tokens.",
     "chunks": "Chunks of all sequences.",
-    "chunks_resident": "Of these, in the pool.",
+    "chunks_resident": "Chunks that are in the pool.",
     "host_bytes": "Host memory taken for the records of chunks.",
-    "checkpoint_bytes": "Host memory of checkpoints: recurrent states and sliding windows to go back to.",
-    "coarse_bytes": "Size of the codes by which positions outside the pool are attended to; on a GPU with what that takes.",
+    "checkpoint_bytes": "Host memory of checkpoints: saved recurrent states and sliding windows.",
+    "coarse_bytes": "Size of the codes, which stand for positions outside the pool; on a GPU with the workspace for them.",
     "kv_device_bytes": "Device memory of the KV cache: the full cache, or the pool with its workspace for prompts and codes.",
-    "sequences": "Sequences on the pool.",
-    "sequences_busy": "Of these, with a request.",
+    "sequences": "Sequences that share the pool.",
+    "sequences_busy": "Sequences that serve a request.",
     "queue": "Requests that wait for a sequence.",
 }
 
 
 class Metrics:
-    """Counters of the server, and gauges. The scheduler's thread and the handlers write them; the handlers read them.
+    """The server's counters and gauges. The scheduler's thread and the handlers write them; the handlers read them.
 
-    gauges: the state of the server when it was last recorded, by name.
+    gauges: by name, the values that look() last recorded.
     """
 
     def __init__(self) -> None:
         self.gauges: dict[str, int] = dict.fromkeys(_GAUGES, 0)
         self._lock = threading.Lock()
-        self._totals: Counter[str] = Counter()  # by name, with the label
+        self._totals: Counter[str] = Counter()  # by name, including the label
         self._seen: dict[int, tuple[int, int]] = {}
         self._fetched = 0
 
@@ -79,7 +79,7 @@ class Metrics:
         self.add(**{_labelled("requests", outcome): 1})
 
     def reused(self, source: str, n_tokens: int) -> None:
-        """Count a prompt with n_tokens of a cached beginning, 0 or more. source: one of SOURCES."""
+        """Count a prompt of which the first n_tokens were cached; 0: none was. source: one of SOURCES."""
         if n_tokens:
             hits, tokens = (_labelled(name, source) for name in ("prefix_cache_hits", "prefix_cache_tokens"))
             self.add(**{hits: 1, tokens: n_tokens})
@@ -87,26 +87,27 @@ class Metrics:
             self.add(prefix_cache_misses=1)
 
     def total(self, name: str) -> float:
-        """Return a counter by its name, without _total."""
+        """Return the value of a counter. name: without the suffix _total."""
         with self._lock:
             return self._totals[name]
 
     def pages(self, seq: KVSequence) -> Stats:
-        """Count the chunks moved since the last call. Returns the sequence's stats.
+        """Count the chunks that a sequence moved since the last call. Returns the sequence's stats.
 
-        Call it before the sequence is cleared: that resets the sequence's own counts.
+        Call it before clearing the sequence, which resets the sequence's own counts.
         """
         stats = seq.stats()
         now, before = (stats.pages_out, stats.pages_in), self._seen.get(seq.seq, (0, 0))
         if now[0] < before[0] or now[1] < before[1]:
             before = 0, 0
         self._seen[seq.seq] = now
-        fetched, self._fetched = stats.guests_fetched - self._fetched, stats.guests_fetched  # of all sequences
+        # guests are counted for all sequences together
+        fetched, self._fetched = stats.guests_fetched - self._fetched, stats.guests_fetched
         self.add(pages_out=now[0] - before[0], pages_in=now[1] - before[1], guests_fetched=fetched)
         return stats
 
     def look(self, sequences: Iterable[KVSequence], busy: int, queue: int) -> None:
-        """Record the present state of the sequences."""
+        """Set the gauges. busy: sequences with a request. queue: requests that wait."""
         stats = [self.pages(seq) for seq in sequences]
         self.gauges = {
             "pool_cells": stats[0].n_pool or 0,
@@ -136,7 +137,7 @@ class Metrics:
 
 
 def _labelled(name: str, word: str) -> str:
-    """Return the name of a counter with the word of its label; without, if it has none."""
+    """Return a counter's name with the label's value `word`, such as requests{outcome="ok"}; just the name without a label."""
     return f'{name}{{{_LABELS[name][0]}="{word}"}}' if name in _LABELS else name
 
 

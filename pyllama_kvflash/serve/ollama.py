@@ -1,4 +1,4 @@
-"""Ollama's paths about the server and its model. protocols/ollama_request.py and ollama_response.py have those that answer."""
+"""Ollama's endpoints about the server and its model. Those that generate answers are in protocols/ollama_*.py."""
 
 import hashlib
 import json
@@ -23,11 +23,11 @@ from pyllama_kvflash.serve.settings import Settings
 from pyllama_kvflash.text import printable
 
 SPOKEN = "0.12.11"
-"""The version of Ollama whose API this is. Clients look at it: some refuse old ones."""
+"""The version of Ollama whose API this server speaks. Some clients refuse old versions."""
 
-_NEVER = "2318-01-01T00:00:00Z"  # when the model is unloaded
-_ELSEWHERE = "this server has one model, which is given as it starts: start another `kvflash serve`"
-_EMBEDS = "this server has no embeddings: ask a server with an embedding model"
+_NEVER = "2318-01-01T00:00:00Z"  # expiry of a model that is never unloaded
+_ELSEWHERE = "this server has one model, chosen at its start: start another `kvflash serve` for another model"
+_EMBEDS = "this server has no embeddings: use a server with an embedding model"
 REFUSED = {
     "/api/embed": ("POST", _EMBEDS),
     "/api/embeddings": ("POST", _EMBEDS),
@@ -37,7 +37,7 @@ REFUSED = {
     "/api/copy": ("POST", _ELSEWHERE),
     "/api/delete": ("DELETE", _ELSEWHERE),
 }
-"""Paths that are refused: the method, and why."""
+"""Refused requests, by path: the method, and the message."""
 
 _TEXTS = ("name", "basename", "size_label", "finetune", "license", "quantized_by")
 _NUMBERS = (
@@ -45,10 +45,10 @@ _NUMBERS = (
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
 )  # fmt: skip
-"""Metadata of a model that /api/show has: those of `general`, and those of its architecture."""
+"""Metadata keys that /api/show returns: texts below `general`, numbers below the architecture's name."""
 
 _THINKS = "enable_thinking", "reasoning_content", "reasoning_effort", "<think>"
-"""What the template of a model that reasons has one of."""
+"""Signs of a reasoning model: its chat template has at least one of them."""
 
 
 def routes(ready: Callable[[], KVFlash], read: Read, settings: Settings) -> list[Route]:
@@ -67,13 +67,13 @@ async def _version(_request: Request) -> Response:
 
 
 class _About:
-    """The handlers of what there is about the model."""
+    """The handlers for questions about the model."""
 
     def __init__(self, ready: Callable[[], KVFlash], read: Read, settings: Settings) -> None:
         self._ready, self._read, self._settings = ready, read, settings
 
     async def tags(self, _request: Request) -> Response:
-        """Return the models: there is one."""
+        """Return the list of models: one."""
         return JSONResponse({"models": [self._model(self._ready())]})
 
     async def running(self, _request: Request) -> Response:
@@ -84,11 +84,11 @@ class _About:
         return JSONResponse({"models": [{**self._model(kv), **more}]})
 
     async def show(self, request: Request) -> Response:
-        """Return what there is to know of the model, whichever name is asked for."""
+        """Return the model's details. Any name in the request stands for the one model."""
         kv = self._ready()
         parse_json(await self._read(request))
         template = self._settings.template or kv.model.meta("tokenizer.chat_template") or ""
-        # requests with tools are served whatever the template knows
+        # tools work with every template
         capabilities = ["completion", "tools", *["thinking"] * any(word in template for word in _THINKS)]
         capabilities += ["insert"] * (kv.model.fim is not None)
         res = {
@@ -104,9 +104,9 @@ class _About:
         return JSONResponse(res)
 
     def _model(self, kv: KVFlash) -> dict[str, Any]:
-        """Return the model, as in a list."""
+        """Return the model's entry in a list of models."""
         name, (modified, stamp) = tagged(self._settings.name), _modified(kv.model)
-        # of the file's contents, Ollama's digest would take seconds
+        # Ollama's digest is of the file's contents: reading them would take seconds
         digest = hashlib.sha256(os.fsencode(f"{kv.model.path.name}\0{kv.model.n_bytes}\0{stamp}")).hexdigest()
         return {
             "name": name,
@@ -118,14 +118,14 @@ class _About:
         }
 
     def _parameters(self, n_ctx: int) -> str:
-        """Return the defaults of requests, one on each line."""
+        """Return the default settings of requests, one on each line."""
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n")
         values = {"num_ctx": n_ctx, **{name: getattr(self._settings.sampling, name) for name in names}}
         return "\n".join(f"{name:<30} {value}" for name, value in values.items())
 
 
 def _modified(model: Model) -> tuple[str, int]:
-    """Return when the file was modified, as text and in nanoseconds; 1970, if it is gone."""
+    """Return when the model file was modified, as text and in nanoseconds since 1970; 0 if the file is gone."""
     stamp = 0
     with suppress(OSError):
         stamp = model.path.stat().st_mtime_ns
@@ -145,7 +145,7 @@ def _details(model: Model) -> dict[str, Any]:
 
 
 def _metadata(model: Model, n_ctx: int) -> dict[str, Any]:
-    """Return the metadata of the file, but for the context: clients take their limit from it, so it is the server's."""
+    """Return the file's metadata, with the server's context length in place of the model's: clients take it as their limit."""
     arch = model.meta("general.architecture") or "unknown"
     res: dict[str, Any] = {"general.architecture": arch, "general.parameter_count": model.n_params}
     texts = [*(f"general.{name}" for name in _TEXTS), "tokenizer.ggml.model", "tokenizer.ggml.pre"]

@@ -1,4 +1,4 @@
-"""Work other threads queue for the scheduler: only its thread may touch the sequences."""
+"""Calls that other threads queue for the scheduler's thread, the only one that may touch the sequences."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ from pyllama_kvflash.serve.slot import Slot
 
 T = TypeVar("T")
 Query = Callable[[Sequence[Slot]], T]
-"""The scheduler calls it with the sequences, between two turns. It must be quick."""
+"""A function that the scheduler calls with its slots, between two turns. It must be quick."""
 
 
 class PoolQueries:
-    """Queries that wait for the scheduler's thread. Any thread may put one."""
+    """Queries that wait for the scheduler's thread. Any thread may add one."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Query[Any], Future[Any]]] = deque()
@@ -28,13 +28,13 @@ class PoolQueries:
         return future
 
     def answer(self, slots: Sequence[Slot]) -> None:
-        """Answer the waiting queries. Later ones wait for the next call, so that this one ends."""
+        """Run the queries that wait now. Queries added meanwhile wait for the next call, so that this one ends."""
         for _ in range(len(self)):
             query, future = self._waiting.popleft()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(query(slots))
-                except BaseException as err:  # noqa: BLE001 (it concerns the caller)
+                except BaseException as err:  # noqa: BLE001 (the caller gets it)
                     future.set_exception(err)
 
     def refuse(self, err: Exception) -> None:

@@ -13,56 +13,56 @@ from pyllama_kvflash.serve.slot import Slot
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.text import n_common
 
-_COMMON = 64  # fewest common tokens for which a sequence is preferred to one that is cheaper to lose: BOS is not enough
+_COMMON = 64  # fewest common tokens that count as a common beginning: BOS alone does not
 
-_QUESTION = 2  # the message after a system message and the first question, where a conversation has both
+_QUESTION = 2  # index of the message after the system message and the first question
 
-_NEW = 16  # a sequence is written again once a sixteenth of it is new: a write copies the codes of all of it, before the next token
+_NEW = 16  # a sequence is written again once 1/16 of it is new: each write delays a token, as it first copies all codes
 
-_READ_MUCH = 16384  # new tokens of a long prompt after which it is saved while it is read
+_READ_MUCH = 16384  # new tokens after which a long prompt is saved while it is still being read
 
 log = logging.getLogger("kvflash.serve")
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A file that is being written. stops: positions, in ascending order, from which it can be continued."""
+    """A file that is being written. stops: positions, in ascending order, up to which it can be restored."""
 
     tokens: Tokens
     stops: Sequence[int]
     future: Future[Any]
 
     def reach(self, tokens: Tokens) -> int:
-        """Return how many tokens of a text it will have."""
+        """Return how many of a text's first tokens the file can restore."""
         common = n_common(self.tokens, tokens)
         return max((n for n in self.stops if n <= common), default=0)
 
 
 class Prefixes:
-    """Chooses sequences for prompts, and prepares them with the cached beginning. For the scheduler's thread only."""
+    """Chooses a sequence for each prompt, and reuses the prompt's cached beginning. For the scheduler's thread only."""
 
     def __init__(self, metrics: Metrics, cache: PrefixCache | None, cache_min: int) -> None:
-        """cache: prefixes on disk; None: none. cache_min: fewest new tokens of a sequence for which it is written there."""
+        """cache: the prefix cache on disk, if any. cache_min: fewest new tokens for which a sequence is written to it."""
         self._metrics = metrics
         self._cache = cache
         self._cache_min = cache_min
         self._writing: list[Write] = []
 
     def check(self, pooled: bool) -> None:  # noqa: FBT001 (a fact)
-        """Before the first request, give up the disk cache if there is no pool to keep. pooled: whether there is."""
+        """Give up the cache on disk if there is no pool. Call it before the first request. pooled: whether there is a pool."""
         if self._cache is not None and not pooled:
             log.warning(
-                "no prompt is kept in --prefix-cache: its files are made of the chunks of a pool, and the full cache is in use;"
-                " what is in memory is not read again"
+                "--prefix-cache is not used: it stores the chunks of a pool, and the full cache is in use;"
+                " prompts that are still in memory are reused"
             )
             self._cache = None
 
     def choose(self, free: Sequence[Slot], tokens: Tokens, begins: Sequence[int] = ()) -> Slot:
-        """Return the free slot for a prompt (n,) int32: the one that has most of its conversation.
+        """Return the free slot for a prompt (n,) int32: the slot that holds most of the prompt's conversation.
 
-        If none has, return an empty one, or else the one with the longest beginning in common, or the least recently used.
-        begins: where the messages of the prompt begin. Conversations that differ in their first question are not the same,
-        however long the system message is that they share: two agents would throw each other out of one slot.
+        If no slot holds any of it, return an empty slot, else the one with the longest common beginning, else the least
+        recently used one. begins: where the messages of the prompt begin. Prompts that differ in their first question are
+        different conversations, even with a long system message in common: two agents would evict each other from one slot.
         """
         fewest = begins[min(_QUESTION, len(begins) - 1)] if begins else _COMMON
 
@@ -74,9 +74,9 @@ class Prefixes:
         return max(free, key=worth)
 
     def prepare(self, slot: Slot, tokens: Tokens, *, reuse: bool = True) -> None:
-        """Leave only the cached beginning of a prompt (n,) int32 in a sequence, from memory or from disk.
+        """Make a sequence hold just the cached beginning of a prompt (n,) int32, from memory or from disk.
 
-        reuse: whether there may be one. At least one token of the prompt is left to read. Raises what clear() of a sequence raises.
+        reuse: False clears the sequence instead. At least one token of the prompt is left to read. Raises as KVSequence.clear().
         """
         common = slot.common(tokens) if reuse else 0
         if common < slot.seq.n_tokens:
@@ -94,19 +94,19 @@ class Prefixes:
         self._metrics.reused("memory", n)
 
     def _restore(self, slot: Slot, tokens: Tokens, common: int) -> int:
-        """Restore a prefix from the cache, if it has many more than the `common` tokens that are in memory. Returns the positions restored.
+        """Restore a prefix from disk if it is much longer than the `common` tokens in memory. Returns its number of positions.
 
-        0: nothing was changed, or the sequence is clear.
+        0: the sequence is unchanged or, after an error, empty.
         """
         if self._cache is None:
             return 0
-        # a few tokens more than memory has are read sooner than a file
+        # decoding a few more tokens is faster than reading a file
         least = common + (self._cache_min if common >= _COMMON else 1)
         self._finish([write.future for write in self._writing if write.reach(tokens) >= least])
         try:
             if self._cache.match(slot.seq, tokens[:-1]) < least:
                 return 0
-        except (KVFlashError, OSError) as err:  # the sequence is as it was
+        except (KVFlashError, OSError) as err:  # the sequence is unchanged
             log.warning("the prefix cache could not be read: %s", err)
             return 0
         try:
@@ -118,7 +118,7 @@ class Prefixes:
         return slot.kept
 
     def save_some(self, slot: Slot) -> None:
-        """Save a long prompt now and then while it is read: the process may be killed before its end."""
+        """Save a long prompt at intervals while it is being read, since the process may be killed before its end."""
         if slot.seq.n_tokens - slot.kept >= max(self._cache_min, _READ_MUCH):
             self.save(slot)
 
@@ -129,10 +129,10 @@ class Prefixes:
                 self.save(slot, stays=stays)
 
     def save(self, slot: Slot, keep_s: float = 0.0, *, stays: int | None = None) -> None:
-        """Let the cache write a sequence, if much of it is new, while requests continue. Errors are only logged.
+        """Start writing a sequence to the cache on disk, if much of it is new, while requests continue. Errors are only logged.
 
-        keep_s: seconds for which the cache must keep it, however little is new; 0: while there is room. stays: positions that are about
-        to stay in memory; None: all.
+        keep_s: seconds for which the cache must keep the file; if not 0, the sequence is written however little is new.
+        stays: number of positions that will stay in memory; None: all.
         """
         n = slot.seq.n_tokens
         n_lost = 0 if stays is None else n - max(slot.kept, stays)
@@ -157,7 +157,7 @@ class Prefixes:
             self._metrics.add(prefix_cache_saves=1)
 
     def finish(self) -> bool:
-        """Wait for all running writes, since their captures hold memory. Returns whether there were any."""
+        """Wait for all running writes, which hold copies of their sequences in memory. Returns whether there were any."""
         futures = [write.future for write in self._writing if not write.future.done()]
         self._finish(futures)
         return bool(futures)
@@ -173,6 +173,6 @@ class Prefixes:
         slot.seq.clear()
 
     def forget(self, slot: Slot) -> None:
-        """Count the moves of a sequence that is about to be cleared."""
+        """Count the chunk moves of a sequence that is about to be cleared, and note that none of it is on disk."""
         self._metrics.pages(slot.seq)
         slot.kept = 0

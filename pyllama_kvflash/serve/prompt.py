@@ -18,20 +18,20 @@ from pyllama_kvflash.serve.protocols.request_error import invalid
 from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 from pyllama_kvflash.serve.settings import Settings
 
-_PIECE = 1 << 18  # characters tokenized at once, to detect a prompt that is far too long
-_SLACK = 1.1, 64  # factor, and tokens a piece, by which the sum over pieces may differ from the whole
+_PIECE = 1 << 18  # characters of a piece: longer texts are counted piece by piece
+_SLACK = 1.1, 64  # factor, and tokens per piece, by which the sum over the pieces may differ from the whole
 
 
 class PromptBuilder:
-    """Turns bodies into prompts. Several threads may use one."""
+    """Turns the bodies of requests into prompts. Several threads may share one."""
 
     def __init__(self, settings: Settings, responses: ResponseStore) -> None:
-        """responses: earlier ones, which a request may continue."""
+        """responses: the stored responses, which a request may continue."""
         self._settings, self._responses = settings, responses
         self._template: ChatTemplate | None = None
 
     def prepare(self, kv: KVFlash, body: bytes, protocol: AnswerProtocol) -> PreparedRequest:
-        """Check a body, render and tokenize its prompt. Raises RequestError."""
+        """Check a body, then render and tokenize its prompt. Raises RequestError."""
         served = self._served(kv)
         parsed = protocol.parse(parse_json(body), served)
         try:
@@ -49,11 +49,11 @@ class PromptBuilder:
         return {"prompt": self._rendered(kv, openai_request.chat(given, self._served(kv))).prompt}
 
     def count(self, kv: KVFlash, given: dict[str, Any]) -> dict[str, int]:
-        """Answer POST /v1/messages/count_tokens: the tokens of a prompt, which may be too long for the context. Raises RequestError."""
+        """Answer POST /v1/messages/count_tokens: a prompt's number of tokens, even above the context. Raises RequestError."""
         parsed = anthropic_request.parse(given, self._served(kv), counting=True)
         prompt = self._rendered(kv, parsed).prompt
         encoded(prompt, "the conversation")
-        short = len(prompt) <= _PIECE  # tokenizing a text at once takes 75 bytes a character
+        short = len(prompt) <= _PIECE  # tokenizing all at once takes 75 bytes of memory per character
         return {"input_tokens": len(tokenize_chat(kv.model, prompt)) if short else sum(_lengths(kv, prompt))}
 
     def _served(self, kv: KVFlash) -> Served:
@@ -109,9 +109,9 @@ def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
 
 
 def _compile(kv: KVFlash, sampling: Sampling, field: str) -> None:
-    """Compile a grammar in the reader's thread, before a sequence is prepared for it. field: the request's field for it.
+    """Compile a request's grammar in the reader thread, before a sequence is prepared. field: the request's field that has it.
 
-    Raises RequestError if it cannot be used.
+    Raises RequestError if the grammar cannot be used.
     """
     try:
         check_ends(sampling)
@@ -127,7 +127,10 @@ def _grammar_field(parsed: ParsedRequest) -> str:
 
 
 def check_room(kv: KVFlash, text: str, what: str) -> None:
-    """Raise TooLong for a text that is far too long, before tokenizing all of it: that takes 75 bytes a character."""
+    """Raise TooLong for a text that is far too long, without tokenizing it at once, which takes 75 bytes of memory per character.
+
+    what: the text's name in messages. Raises UsageError if the text is not valid Unicode.
+    """
     encoded(text, what)
     if len(text) <= _PIECE:
         return

@@ -1,4 +1,4 @@
-"""The one thread that owns the model: requests take turns on the sequences of its pool.
+"""The scheduler: the one thread that owns the model, and lets requests take turns on the sequences of its pool.
 
 A turn is one batch of one prompt, and one step of each answer: a token, or a draft to check. So a long prompt delays
 other requests by a batch at most, and a cancelled request ends before the next turn.
@@ -25,8 +25,8 @@ from pyllama_kvflash.snapshot.cache import PrefixCache
 Open = Callable[[Callable[[float], None]], KVFlash]
 """Loads the model. It calls the given function with its progress, 0.0 to 1.0."""
 
-_LOOK_SECONDS = 0.5  # between two updates of the figures while there is work
-_LEAVE_SECONDS = 5.0  # for requests admitted just before the end to leave
+_LOOK_SECONDS = 0.5  # between two updates of the gauges while there is work
+_LEAVE_SECONDS = 5.0  # how long the end waits for requests that were admitted just before it
 
 log = logging.getLogger("kvflash.serve")
 
@@ -34,8 +34,8 @@ log = logging.getLogger("kvflash.serve")
 class Scheduler:
     """Loads a model and serves requests with it, in a thread of its own.
 
-    Any thread may call admit(), leave(), submit(), cancel(), query(), stop() and end(). Admit a request before tokenizing it: that
-    needs the model, which stays until the last request has left.
+    Any thread may call admit(), leave(), submit(), cancel(), query(), stop() and end(). Admit a request before tokenizing it:
+    the model stays loaded until the last admitted request has left.
     """
 
     def __init__(
@@ -46,7 +46,10 @@ class Scheduler:
         cache: PrefixCache | None = None,
         cache_min: int = 1024,
     ) -> None:
-        """n_queue: requests that may wait. cache: prefixes on disk. cache_min: fewest new tokens for a write there."""
+        """n_queue: most requests that wait. cache: the prefix cache on disk, if any.
+
+        cache_min: fewest new tokens for which a sequence is written to the cache.
+        """
         self.metrics = Metrics()
         self.phase = Phase.LOADING
         self.error: BaseException | None = None
@@ -84,7 +87,7 @@ class Scheduler:
             self._n_admitted += 1
 
     def leave(self) -> None:
-        """Give up a place from admit(), if no job will follow."""
+        """Give up a place that admit() took, if no job will follow."""
         with self._changed:
             self._n_admitted -= 1
             self._changed.notify_all()
@@ -106,9 +109,9 @@ class Scheduler:
             self._changed.notify_all()
 
     def query(self, query: Query[T]) -> Future[T]:
-        """Call a function with the sequences between two turns, in the thread that may use them.
+        """Call a function with the slots between two turns, in the scheduler's thread.
 
-        The future has its result or its error; NotReady if the scheduler ends first. Raises NotReady.
+        The future gets the function's result or error; NotReady if the scheduler ends first. Raises NotReady.
         """
         with self._changed:
             if self.phase != Phase.READY:
@@ -124,7 +127,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End all answers as they are, and then the thread. Waiting requests fail."""
+        """End all answers where they are, and then the thread. Waiting requests fail."""
         self.stop()
         with self._changed:
             self._ending = True
@@ -179,7 +182,7 @@ class Scheduler:
             raise Interrupted(msg)
 
     def _wait(self) -> bool:
-        """Wait for work. Returns whether to continue."""
+        """Wait for work. Returns False once the scheduler is to end."""
         while True:
             self._queries.answer(self._slots)
             with self._changed:
@@ -208,7 +211,7 @@ class Scheduler:
         self.metrics.look([slot.seq for slot in self._slots], self.n_busy, len(self._waiting))
 
     def _sweep(self) -> None:
-        """Remove the requests whose clients are gone."""
+        """Remove the cancelled requests."""
         with self._changed:
             gone = [job for job in self._waiting if job.cancelled]
             for job in gone:
@@ -243,7 +246,7 @@ class Scheduler:
                 self._fail(slot, job, err)
 
     def _next_job(self, free: Collection[int]) -> Job | None:
-        """Take the first waiting request that may have one of these sequences, if there is one."""
+        """Take the first waiting request that may use a free sequence; None if there is none. free: sequences' indices."""
         with self._changed:
             job = next((job for job in self._waiting if job.slot == -1 or job.slot in free), None)
             if job is not None:
@@ -279,13 +282,13 @@ class Scheduler:
             self._finish(slot, serving)
 
     def _decode(self, answering: list[tuple[Slot, Serving]]) -> None:
-        """Take one step in each answer: a token of each, in a shared batch. Answers with guesses to check have their own."""
+        """Take one step in each answer. Plain answers share a batch, a token of each. An answer with a draft has its own batch."""
         begin = time.perf_counter()
         n_before = sum(serving.generation.answer.n_tokens for _, serving in answering)
         together, alone = self._drafted(answering)
         try:
             happened = step_together([serving.generation for _, serving in together]) if together else []
-        except Exception:  # noqa: BLE001 (now each alone, so that only the failing ones end)
+        except Exception:  # noqa: BLE001 (each is tried alone, so that only the failing ones end)
             alone = together + alone
         else:
             for (slot, serving), events in zip(together, happened, strict=True):
@@ -306,7 +309,7 @@ class Scheduler:
         return shares
 
     def _step(self, slot: Slot, serving: Serving, following: Serving) -> None:
-        """Take a step in one answer, in its own batch. following: the one whose turn is the next one."""
+        """Take a step in one answer, in its own batch. following: the answer whose step is next."""
         try:
             events = serving.generation.step(following.generation)
         except SnapshotError as err:
@@ -329,7 +332,7 @@ class Scheduler:
             self._finish(slot, serving)
 
     def _recover(self, slot: Slot, serving: Serving, err: SnapshotError) -> None:
-        """Read the text of a damaged snapshot anew."""
+        """Let a sequence that was restored from a damaged snapshot read its text again."""
         log.warning("%s; the text is read again", err)
         self._prefixes.forget(slot)
         serving.generation.recover()
@@ -352,14 +355,14 @@ class Scheduler:
         if job.others and reason != "interrupted":
             job.sampling = job.others.pop(0)
             with self._changed:
-                self._waiting.appendleft(job)  # before other requests: its text is still in the sequence
+                self._waiting.appendleft(job)  # ahead of other requests: its prompt is still in the sequence
         else:
             self._left("ok")  # first, because the client may send the next request at once
         job.notify(done)
-        self._prefixes.save(slot)  # it takes a second at 128K, for which this client does not wait
+        self._prefixes.save(slot)  # last, because it takes a second at 128K tokens
 
     def _fail(self, slot: Slot, job: Job, err: Exception) -> None:
-        """End a request after an error, and clear its sequence, so that nothing of it is left. Raises DeviceLostError."""
+        """End a request that failed, and clear its sequence. Raises DeviceLostError if that was the error."""
         answer = failure(err)
         self._prefixes.clear(slot)
         slot.leave()
@@ -367,7 +370,7 @@ class Scheduler:
         job.notify(answer)
 
     def _free_idle(self) -> bool:
-        """Free the memory of idle sequences and of running writes. Returns whether there was any."""
+        """Free the memory of idle sequences and of running writes. Returns whether there were any."""
         idle = [slot for slot in self._slots if slot.job is None and slot.seq.n_tokens]
         for slot in idle:
             self._prefixes.save(slot, stays=0)

@@ -21,10 +21,10 @@ from pyllama_kvflash.serve.job import Phase
 from pyllama_kvflash.serve.scheduler import Scheduler
 
 _POLL_SECONDS = 0.05
-_CLOSE_SECONDS = 5  # for answers that are ready to be sent
+_CLOSE_SECONDS = 5  # time at the end to send answers that are ready
 _BACKLOG = 128
 _QUIET_SECONDS = 60.0  # between two warnings that no connection can be accepted
-_MOST_FILES = 10_240  # that macOS grants, whatever its hard limit says
+_MOST_FILES = 10_240  # the most that macOS grants, whatever its hard limit says
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class _Uvicorn(uvicorn.Server):
     """A uvicorn server without signal handlers.
 
-    Its own handler would silently refuse new connections while answers are finished.
+    Uvicorn's handler would silently refuse new connections while running answers finish.
     """
 
     @contextmanager
@@ -42,7 +42,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Made before the model is loaded, it detects an address in use early. Raises UsageError."""
+    """Return a listening socket. Raises UsageError.
+
+    Call it before loading the model, so that an address in use is reported early.
+    """
     res: socket.socket | None = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -60,7 +63,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit() -> None:
-    """Let the process open as many files as its hard limit allows: each connection is one, and the soft limit is often 1,024."""
+    """Raise the soft limit of open files to the hard limit: each connection takes one, and the soft limit is often 1,024."""
     with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource  # noqa: PLC0415
 
@@ -76,7 +79,7 @@ def raise_file_limit() -> None:
 def config(app: ASGIApp, *, keep_alive: float, close: int = _CLOSE_SECONDS) -> uvicorn.Config:
     """Return uvicorn's settings.
 
-    keep_alive: seconds until a connection without a request is closed. close: seconds for answers to be sent at the end.
+    keep_alive: seconds until a connection without a request is closed. close: seconds at the end to send answers.
     """
     return uvicorn.Config(
         app,
@@ -87,7 +90,7 @@ def config(app: ASGIApp, *, keep_alive: float, close: int = _CLOSE_SECONDS) -> u
         access_log=False,
         server_header=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=keep_alive,  # type: ignore[arg-type]  # any number will do
+        timeout_keep_alive=keep_alive,  # type: ignore[arg-type]  # uvicorn works with any number
         timeout_graceful_shutdown=close,
     )
 
@@ -104,8 +107,8 @@ def run(
 ) -> None:
     """Serve until a signal comes or the scheduler fails.
 
-    grace: seconds for running answers to finish after a signal. keep_alive: as for config(). Raises the scheduler's error,
-    such as one of loading the model.
+    grace: seconds for running answers to finish after a signal. keep_alive: as for config(). note, warn: called with a line
+    about the server's state, and with warnings. Raises the error that ended the scheduler, such as a failure to load the model.
     """
 
     async def serve() -> None:
@@ -126,9 +129,9 @@ def run(
 
 
 class _Exceptions:
-    """Handles exceptions in the event loop. It warns once a minute that no connection can be accepted.
+    """The event loop's exception handler. It warns at most once a minute that no connection can be accepted.
 
-    asyncio tries again each second, and has one exception for each connection that it might have accepted.
+    asyncio tries again each second, and may report an exception for each place in the backlog.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -143,7 +146,7 @@ class _Exceptions:
             fix = (
                 "raise the limit (ulimit -n, LimitNOFILE= of systemd), or lower --keep-alive"
                 if err.errno == errno.EMFILE
-                else "the system has none to spare"
+                else "the system is short of resources: close other programs"
             )
             self._warn(f"new connections have to wait: {err.strerror or err}; {fix}")
 

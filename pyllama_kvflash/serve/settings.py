@@ -12,15 +12,15 @@ class Settings:
 
     name: the model's name in the protocol.
     sampling: the defaults for requests.
-    n_predict: the most tokens of an answer; -1: until the context is full.
-    max_body: the most bytes of a request's body.
+    n_predict: limit for the tokens of an answer; -1: until the context is full.
+    max_body: limit for the bytes of a request's body.
     api_key: the key that requests must send; None: no key is needed.
     template: a chat template in place of the model's own.
-    webui: whether there is a page at /.
-    strict: whether a field that the server does not know is refused; else it is named in a header and in the log.
-    log_format: of the lines about requests, "text" or "json". log_bodies: whether the log has the requests' bodies.
-    responses: the folder in which responses are kept; None: they are kept in memory only.
-    api_prefix: what all paths begin with, as in "/llm"; "" for nothing.
+    webui: whether to serve the web page at /.
+    strict: whether to refuse unknown fields. Otherwise they are named in a response header and in the log.
+    log_format: format of the log lines about requests, "text" or "json". log_bodies: whether to log the requests' bodies.
+    responses: folder for stored responses; None: they are stored in memory only.
+    api_prefix: prefix of all paths, such as "/llm"; "": none.
     """
 
     name: str

@@ -16,14 +16,14 @@ from pyllama_kvflash.text import n_common
 log = logging.getLogger("kvflash.serve")
 
 _IMPOSSIBLE = -9999.0
-"""In the place of a log probability of -infinity, which JSON lacks. OpenAI's API has it for unlikely tokens, too."""
+"""Replaces a log probability of -infinity, which JSON lacks. OpenAI's API uses this value for unlikely tokens, too."""
 
 
 @dataclass(slots=True)
 class Serving:
-    """A request that is being served. n_cached: tokens of its prompt that were in the sequence already.
+    """A request that is being served. n_cached: tokens of its prompt that were in the sequence before.
 
-    began, was_read: time.perf_counter() at its begin, and when its prompt was read (None: it is not).
+    began: time.perf_counter() when it got the sequence. was_read: the same when its prompt was read; None: not yet.
     """
 
     job: Job
@@ -33,7 +33,7 @@ class Serving:
     was_read: float | None = None
 
     def send(self, events: Iterable[Event]) -> None:
-        """Send the text of these events."""
+        """Send the text and the log probabilities of the tokens among these events."""
         tokens = tuple(event for event in events if isinstance(event, Token))
         text = "".join(token.text for token in tokens)
         logprobs = tuple(self._logprob(token.id, token.probs) for token in tokens if token.probs)
@@ -42,7 +42,7 @@ class Serving:
 
     @property
     def timing(self) -> Timing:
-        """How long it has taken so far."""
+        """The times of the answer so far."""
         now = time.perf_counter()
         read = now if self.was_read is None else self.was_read
         stats = self.generation.draft_stats
@@ -58,14 +58,14 @@ class Serving:
 
 
 class Slot:
-    """A sequence that reads a prompt, answers, or is idle. It keeps its text for the next request.
+    """A sequence that reads a prompt, answers, or is idle. An idle one keeps its text for the next request.
 
-    serving: None while it is idle.
-    kept: positions from the first that are in the cache on disk.
-    used: time.monotonic() when it last became idle.
+    serving: the request that is being served; None while the slot is idle.
+    kept: number of positions, from the first on, that are in the cache on disk.
+    used: time.monotonic() when the slot last became idle.
     pins: chunks pinned by pin(), until their text is replaced.
-    n_texts: number of its texts so far, so clients notice a replaced text.
-    reselect: the last choice of chunks for the present text.
+    n_texts: how often text was replaced; the page notices it by a change of this number.
+    reselect: the last choice of chunks for the present text; None: there is none yet.
     """
 
     def __init__(self, seq: KVSequence) -> None:
@@ -84,7 +84,7 @@ class Slot:
 
     @property
     def reading(self) -> bool:
-        """Whether part of its prompt is not read yet."""
+        """Whether the prompt is still being read."""
         return self.serving is not None and self.serving.generation.reading
 
     def common(self, tokens: Tokens) -> int:
@@ -92,8 +92,9 @@ class Slot:
         return n_common(self.seq.tokens, tokens[:-1])
 
     def reach(self, common: int) -> int:
-        """Return how many of the first `common` tokens certainly stay, if the rest is to go: a recurrent state goes back to a
-        checkpoint.
+        """Return how many of the first `common` tokens surely stay when the rest is dropped.
+
+        A recurrent state can only go back to a checkpoint.
         """
         return self.seq.decoder.checkpoints.reach(common)
 
@@ -139,7 +140,7 @@ class Slot:
         return done
 
     def note(self, events: Iterable[Event]) -> None:
-        """Keep the last choice of chunks, for the page, and log warnings."""
+        """Remember the last choice of chunks for the page, and log warnings."""
         for event in events:
             if isinstance(event, Reselect):
                 self.reselect = event
@@ -157,7 +158,7 @@ class Slot:
         self.seq.unpin(*self._span(chunk))
 
     def replaced(self, n_tokens: int) -> None:
-        """Drop the pins of the text from position n_tokens on. Call it before other text replaces that."""
+        """Unpin the chunks with positions from n_tokens on. Call it before the text from there on is replaced."""
         if n_tokens >= self.seq.n_tokens:
             return
         for chunk in [c for c in self.pins if self._span(c)[1] > n_tokens]:

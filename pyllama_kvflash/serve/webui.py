@@ -1,4 +1,4 @@
-"""The page at /: its files, and the paths by which it shows and pins chunks of the pool."""
+"""The web page at /: its files, and the endpoints with which it shows the pool and pins chunks."""
 
 import asyncio
 import math
@@ -56,7 +56,7 @@ def routes(scheduler: Scheduler, settings: Settings, read: Read) -> list[Route]:
 
 
 def _file(name: str, *, needs_key: bool) -> Callable[[Request], Awaitable[Response]]:
-    # the page learns here whether there is a key: a trial request would log an error in the browser's console
+    # this tells the page whether a key is needed: a trial request would log an error in the browser's console
     data = (_FOLDER / name).read_bytes().replace(b"{{needs_key}}", b"yes" if needs_key else b"no")
 
     async def answer(_request: Request) -> Response:
@@ -73,7 +73,7 @@ def _file(name: str, *, needs_key: bool) -> Callable[[Request], Awaitable[Respon
 _OF_ALL = ("n_ctx", "device_kv_bytes", "kv_full_bytes", "host_bytes", "coarse_bytes", "disk_bytes")
 _OF_SEQUENCE = ("guest_blocks", "resident", "pages_in", "pages_out", "reselects", "reselect_s")
 _OF_CHOICE = ("pos", "page_ins", "drops", "score_s", "apply_s")
-"""Fields of Stats and of Reselect that the page has by the same names."""
+"""Fields that the page gets under the same names: of Stats, for the pool and for a sequence, and of Reselect."""
 
 
 def _picked(value: object, names: Sequence[str]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _picked(value: object, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _sequence(slot: Slot, stats: Stats) -> dict[str, Any]:
-    """Return a sequence for the page. Each chunk is a letter or a digit, because there may be thousands."""
+    """Return a sequence's state for the page. state and kind have one character per chunk: there may be thousands."""
     seq, serving = slot.seq, slot.serving
     r = seq.residency() if seq.n_pool is not None else None
     meter = seq.decoder.meter.stats if seq.decoder.meter else None
@@ -97,12 +97,12 @@ def _sequence(slot: Slot, stats: Stats) -> dict[str, Any]:
         "layers": r.layers.tolist() if r and stats.guest_blocks else [],
         **_picked(stats, _OF_SEQUENCE),
         "reselect": _picked(slot.reselect, _OF_CHOICE) if slot.reselect else None,
-        "compared": (meter.checked, meter.agreed) if meter and meter.checked else None,  # in this answer
+        "compared": (meter.checked, meter.agreed) if meter and meter.checked else None,  # of this answer
     }
 
 
 def _kinds(ledger: Ledger) -> str:
-    """Return a letter for each chunk: whether it is pinned, at the beginning, at the end, or none of these."""
+    """Return a letter for each chunk: p (pinned), s (an attention sink), t (in the tail), or - (none of these)."""
     tail = min(max(0, ledger.n_chunks - ledger.n_tail), ledger.n_sealed)
     pinned = dict.fromkeys(ledger.pins, "p")
     usual = ("s" if i < ledger.n_sinks else "t" if i >= tail else "-" for i in range(ledger.n_chunks))
@@ -110,7 +110,7 @@ def _kinds(ledger: Ledger) -> str:
 
 
 def _slot(slots: Sequence[Slot], sequence: int, chunk: int) -> Slot:
-    """Return the slot of a sequence that has this chunk. Raises RequestError."""
+    """Return the slot of a sequence, which must have the chunk. Raises RequestError."""
     if sequence >= len(slots):
         raise RequestError(404, f"there is no sequence {sequence}: there are {len(slots)}, from 0", code="not_found")
     slot = slots[sequence]
@@ -157,11 +157,11 @@ def _pin(slots: Sequence[Slot], sequence: int, chunk: int, *, pinned: bool) -> d
 
 
 class _Pool:
-    """The handlers. Only the scheduler's thread touches the sequences."""
+    """The page's handlers. They query the scheduler's thread, the only one that may touch the sequences."""
 
     def __init__(self, scheduler: Scheduler, name: str, read: Read) -> None:
         self._scheduler, self._name, self._read = scheduler, name, read
-        self._run = secrets.token_hex(8)  # the count of texts restarts with each process
+        self._run = secrets.token_hex(8)  # tells processes apart: n_texts restarts with each
 
     async def look(self, _request: Request) -> Response:
         """Return the pool as it is now; while the model is not ready, only the phase."""
@@ -177,7 +177,7 @@ class _Pool:
             phase = self._scheduler.phase
             status = Phase.STOPPING if phase == Phase.READY else phase  # it stopped just now
             return JSONResponse({"status": status.value, "model": self._name}, headers=_FRESH)
-        for sequence in found["sequences"]:  # not in the scheduler's thread, which has more to do
+        for sequence in found["sequences"]:  # here, to spare the scheduler's thread
             sequence["score"] = [_short(x) for x in sequence["score"]]
         return JSONResponse(found, headers=_FRESH)
 
@@ -199,10 +199,10 @@ class _Pool:
         return JSONResponse(await asyncio.wrap_future(self._scheduler.query(query)), headers=_FRESH)
 
     def _view(self, stats: Stats, sequences: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what the page shows. stats: of the first sequence."""
+        """Return what the page shows. stats: the first sequence's, for the figures of the whole pool."""
         scheduler = self._scheduler
         kv, total = scheduler.kv, scheduler.metrics.total
-        running = [s["compared"] for s in sequences if s["busy"] and s["compared"]]  # the others are in the totals
+        running = [s["compared"] for s in sequences if s["busy"] and s["compared"]]  # ended answers are in the totals
         return {
             "status": scheduler.phase.value,
             "run": self._run,
@@ -231,6 +231,6 @@ def _place(given: Mapping[str, Any]) -> tuple[int, int]:
     """Return the sequence and the chunk that a request names. Raises RequestError."""
     for name in ("sequence", "chunk"):
         if type(given.get(name)) is not int or given[name] < 0:
-            msg = f"{name} must be a number from 0, as in /kvflash/chunk?sequence=0&chunk=12"
+            msg = f"{name} must be an integer from 0, as in /kvflash/chunk?sequence=0&chunk=12"
             raise invalid(msg, name, "invalid_value")
     return given["sequence"], given["chunk"]

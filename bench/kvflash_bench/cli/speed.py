@@ -72,7 +72,7 @@ COMMON = params.options(
     click.option("-ctk", "--cache-type-k", "type_k", type=click.Choice(list(native.CACHE_TYPES)), default="q8_0",
                  show_default=True, help="KV cache data type for K."),
     click.option("-ctv", "--cache-type-v", "type_v", type=click.Choice(list(native.CACHE_TYPES)), default="q8_0",
-                 show_default=True, help="KV cache data type for V; a quantised one needs -fa."),
+                 show_default=True, help="KV cache data type for V; a quantised type needs -fa."),
     click.option("-fa", "--fa", "--flash-attn", "flash_attn", type=click.Choice(FLASH_ATTN), default="on",
                  show_default=True, help="Flash attention."),
     params.COMPUTE,

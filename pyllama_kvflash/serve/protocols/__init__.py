@@ -1,1 +1,1 @@
-"""The protocols of the server: how each one's requests are read, and its answers written."""
+"""The server's protocols: the parsers of their requests, and the writers of their answers."""

@@ -1,4 +1,4 @@
-"""Fields that choose an answer's tokens, its form and its length: several protocols have them."""
+"""Request fields that several protocols share: an answer's sampling, its schema and its length."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,11 +27,11 @@ SAMPLING = {*_RANGES, "logit_bias", "seed", "grammar", "samplers", "dry_sequence
 """Fields that sampling_of() reads."""
 
 MAX_STOP, MAX_STOP_CHARS = 64, 500  # the protocol allows 4 strings; autocompletion sends more
-MAX_SEED = 2**32 - 1  # seeds of the sampler; those of the protocol are 64-bit
+MAX_SEED = 2**32 - 1  # the sampler's seeds are 32-bit, the protocol's 64-bit
 
 
 def sampling_of(fields: Mapping[str, Any], served: Served) -> Sampling:
-    """Return the settings that choose tokens. Raises RequestError."""
+    """Return the sampling settings: the server's own, overridden by the fields of a request. Raises RequestError."""
     found: dict[str, Any] = {
         **{name: _in_range(fields, name, served.kv.options.n_ctx) for name in _RANGES},
         "samplers": _order(fields.get("samplers")),
@@ -44,25 +44,25 @@ def sampling_of(fields: Mapping[str, Any], served: Served) -> Sampling:
     found["seed"] = None if seed in {None, -1} else seed % MAX_SEED  # -1: a random one
     try:
         return replace(served.defaults, **{k: v for k, v in found.items() if v is not None})
-    except UsageError as err:  # a text of dry_sequence_breakers: the others were checked
+    except UsageError as err:  # about dry_sequence_breakers: the other fields were checked
         raise invalid(str(err).replace("`", ""), "dry_sequence_breakers", "invalid_value") from None
 
 
 def _in_range(fields: Mapping[str, Any], name: str, n_ctx: int) -> float | None:
     kind, low, high = _RANGES[name]
-    if fields.get(name) == -1 and name in {"repeat_last_n", "dry_penalty_last_n"}:  # as many as the context has
+    if fields.get(name) == -1 and name in {"repeat_last_n", "dry_penalty_last_n"}:  # -1: the whole context
         return int(min(n_ctx, high))
-    if fields.get(name) == -1 and name == "top_k":  # all
+    if fields.get(name) == -1 and name == "top_k":  # -1: all tokens
         return 0
     return ranged(fields, name, kind, low, high)
 
 
 def _order(value: Any) -> tuple[str, ...] | None:
-    """Return the order of samplers: an array of names, or llama-server's letters for them, or names with ; between them."""
+    """Return the order of samplers. value: an array of names, llama-server's letters, or names separated by semicolons."""
     if value is None:
         return None
     if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-        raise invalid("samplers is not a string, or an array of names", "samplers", "invalid_type")
+        raise invalid("samplers must be a string or an array of names", "samplers", "invalid_type")
     letters = order_of_letters(value) if isinstance(value, str) else None
     try:
         return order_of(value if letters is None else letters)
@@ -74,7 +74,7 @@ def _breakers(value: list[Any] | None) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not all(isinstance(text, str) for text in value) or len(value) > MAX_BREAKERS:
-        msg = f"dry_sequence_breakers is not an array of up to {MAX_BREAKERS} strings"
+        msg = f"dry_sequence_breakers must be an array of up to {MAX_BREAKERS} strings"
         raise invalid(msg, "dry_sequence_breakers", "invalid_type")
     return tuple(filter(None, value))
 
@@ -88,7 +88,7 @@ def _logit_bias(value: dict[str, Any] | None, n_vocab: int) -> tuple[tuple[int, 
     found = []
     for key in value:
         if not (key.isdecimal() and len(key) < 10 and int(key) < n_vocab):  # noqa: PLR2004 (digits)
-            msg = f"logit_bias is for {key[:20]!r}, which is not a token: ids are 0 to {n_vocab - 1:,}"
+            msg = f"logit_bias names {key[:20]!r}, which is not a token: ids are 0 to {n_vocab - 1:,}"
             raise invalid(msg, "logit_bias", "invalid_value")
         bias = ranged(value, key, float, -100, 100, f"logit_bias.{key}")
         found.append((int(key), 0.0 if bias is None else bias))
@@ -106,7 +106,7 @@ def schema_of(fields: Mapping[str, Any]) -> Checked | None:
 
 
 def template_kwargs(fields: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Return the template's settings. effort: of reasoning; "none": there is none. Raises RequestError."""
+    """Return the settings for the chat template. effort: of reasoning; "none" turns it off. Raises RequestError."""
     res = dict(obj(fields, "chat_template_kwargs") or {})
     if effort:
         res |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
@@ -114,7 +114,7 @@ def template_kwargs(fields: Mapping[str, Any], effort: str | None) -> dict[str, 
 
 
 def given(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are given: null stands for none."""
+    """Return the fields that are given. A field that is null counts as not given."""
     return {k: v for k, v in body.items() if v is not None}
 
 
@@ -136,7 +136,7 @@ def usual(fields: Mapping[str, Any], served: Served, max_tokens: int | None) -> 
 
 
 def max_tokens_of(fields: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of an answer; None: as many as fit. Raises RequestError."""
+    """Return the limit for an answer's tokens; None: as many as fit. Raises RequestError."""
     names = "max_completion_tokens", "n_predict", "max_tokens"
     key = next((name for name in names if name in fields), "max_tokens")
     value = get(fields, key, int)
@@ -152,7 +152,7 @@ def stop_of(value: Any, key: str = "stop") -> tuple[str, ...]:
     """Return the strings that end an answer. Raises RequestError."""
     stop = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(s, str) for s in stop) or len(stop) > MAX_STOP:
-        raise invalid(f"{key} is not a string, or an array of up to {MAX_STOP} strings", key, "invalid_type")
+        raise invalid(f"{key} must be a string or an array of up to {MAX_STOP} strings", key, "invalid_type")
     if any(len(s) > MAX_STOP_CHARS for s in stop):
         raise invalid(f"a string of {key} has more than {MAX_STOP_CHARS} characters: shorten it", key, "invalid_value")
     return tuple(filter(None, stop))

@@ -10,16 +10,16 @@ from pyllama_kvflash.serve.job import Finished
 from pyllama_kvflash.serve.protocols.fields import is_object
 
 COMPLETE = {"eos", "stop"}
-"""Reasons that mean that the model itself ended the answer."""
+"""Reasons for the end of an answer that mean that the model completed it."""
 
 
 class AnswerParser:
     """One answer as it grows. calls: the tool calls so far, each with id, name and arguments."""
 
     def __init__(self, rendered: Rendered | None, stop: Collection[str] = ()) -> None:
-        """rendered: the prompt, with the format of its answer; None: the answer is all content.
+        """rendered: the prompt, which knows the format of its answer; None: the answer is all content.
 
-        stop: the client's stop strings. They end the answer anywhere, also within a call.
+        stop: the client's stop strings. They may end the answer anywhere, even within a call.
         """
         self._reply = Reply(rendered) if rendered and rendered.parser else None
         self._stop = stop
@@ -46,14 +46,14 @@ class AnswerParser:
         return done.reason in COMPLETE and done.stop not in self._stop
 
     def push(self, text: str) -> list[Delta]:
-        """Add text. Returns what it adds to the answer."""
+        """Add text. Returns the parts of the answer that are in it."""
         return self._kept(self._parsed(text, partial=True))
 
     def end(self, done: Finished) -> list[Delta]:
-        """End the answer. Returns the text that was held back."""
+        """End the answer. Returns the parts that were held back."""
         cut_off = not self._complete(done) and (bool(self.calls) or done.reason not in COMPLETE)
         res = self._kept(self._parsed("", partial=cut_off))
-        if not cut_off and self._reply:  # the parser may take half of a call for a call, or drop it
+        if not cut_off and self._reply:  # the parser may report half a call as a call, or drop it
             self.calls = [call for call in self.calls if is_object(call["arguments"])]
             if not self.calls and not self.reasoning and (rest := self._dropped()):
                 res += self._kept([Delta(rest)])
@@ -70,12 +70,12 @@ class AnswerParser:
         return [Delta(text)] if text else []
 
     def _dropped(self) -> str:
-        """Return the text after the content, if the answer begins with its content; else ""."""
+        """Return the raw text after the content if the raw text begins with the content; else ""."""
         raw, content = "".join(self._raw).lstrip(), self.content.lstrip()
         return raw[len(content) :].rstrip() if raw.startswith(content) else ""
 
     def _unsent(self) -> str:
-        """Return the text after the content that was sent, or after the reasoning if there is none."""
+        """Return the raw text after the content that was sent, or after the reasoning if no content was."""
         raw = "".join(self._raw)
         for sent in (self.content, self.reasoning):
             if sent:
@@ -97,10 +97,10 @@ class AnswerParser:
 
 
 def arguments_of(call: dict[str, str]) -> dict[str, Any]:
-    """Return the arguments of a call; none, if the answer was cut off in them."""
+    """Return the arguments of a call; {} if the answer was cut off within them."""
     try:
         found = json.loads(call["arguments"])
-        found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # half of a surrogate pair
+        found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))  # without lone surrogates
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -66,7 +66,7 @@ def _reasoning(thinking: dict[str, Any] | None, config: dict[str, Any] | None) -
 
 
 def _pins(value: Any, at: str) -> Iterator[float]:
-    """Yield how many seconds the cache must keep the prompt, by each cache_control in it. at: the value's name in messages."""
+    """Yield the seconds for which each cache_control in a value asks to cache the prompt. at: the value's name in messages."""
     if isinstance(value, list):
         for i, part in enumerate(value):
             yield from _pins(part, f"{at}[{i}]")
@@ -102,7 +102,7 @@ def _messages(value: Any, unknown: Unknown) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, at: str, unknown: Unknown) -> list[dict[str, Any]]:
-    """Return a message in the OpenAI form: each result of a tool becomes a separate message."""
+    """Return a message in the OpenAI form, in which each tool result is a message of its own."""
     fields = as_object(value, at, "role and content")
     role = one_of(fields, "role", ("user", "assistant", "system"), f"{at}.role")
     check_known(fields, {"role", "content"}, unknown, set(), f"{at}.")
@@ -118,7 +118,7 @@ def _message(value: Any, at: str, unknown: Unknown) -> list[dict[str, Any]]:
 
 
 def _user(blocks: Sequence[dict[str, Any]], at: str, unknown: Unknown) -> list[dict[str, Any]]:
-    """Return the results of tools, and then the message of the user, if there is one."""
+    """Return the tool results among the blocks of a user's message, and then the message with its texts, if any."""
     results, texts = [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"
@@ -134,7 +134,7 @@ def _user(blocks: Sequence[dict[str, Any]], at: str, unknown: Unknown) -> list[d
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], at: str) -> dict[str, Any]:
-    """Return the message of the assistant."""
+    """Return an assistant's message, with the texts, reasoning and calls of its blocks."""
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"
@@ -183,7 +183,7 @@ def _choice(
 
 def _schema(fields: Mapping[str, Any]) -> Checked | None:
     """Return the JSON schema of the answer; None: it may be any text. Raises RequestError."""
-    if (form := obj(fields, "output_format")) is not None:  # as it was in the beta
+    if (form := obj(fields, "output_format")) is not None:  # the field's name in the beta
         return conversation.schema_of_form(form, "output_format")
     form = obj(obj(fields, "output_config") or {}, "format", "output_config.format")
     return conversation.schema_of_form(form, "output_config.format")

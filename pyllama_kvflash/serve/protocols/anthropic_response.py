@@ -36,7 +36,7 @@ def error_body(err: RequestError) -> dict[str, Any]:
 
 
 def too_long(err: TooLong) -> RequestError:
-    """Return the error for a prompt that does not fit, in the words that clients of the protocol search for."""
+    """Return the error for a prompt that does not fit, in the words that clients of the protocol look for."""
     n = err.n_ctx + 1 if err.n is None else err.n
     return invalid(f"prompt is too long: {n} tokens > {err.n_ctx} maximum", "messages")
 
@@ -45,7 +45,7 @@ class AnthropicReply(Reply):
     """A Reply of the Anthropic protocol."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
-        """model: its name. found: the request."""
+        """model: the model's name. found: the request."""
         super().__init__(model, found)
         self._id = f"msg_{secrets.token_hex(12)}"
         self._block: tuple[str, int] | None = None  # the type of the open block, and the index of its call
@@ -80,7 +80,7 @@ class AnthropicReply(Reply):
         return self.alive()
 
     def alive(self) -> bytes:
-        """Keep the stream alive by an event that clients know."""
+        """Keep the stream alive with an event that clients know."""
         return _event("ping")
 
     def _message(

@@ -1,4 +1,4 @@
-"""Messages and tools of a request, checked, in the form of the OpenAI protocol."""
+"""Checks the messages and tools of a request, and returns them in the form of the OpenAI protocol."""
 
 import json
 import re
@@ -25,30 +25,33 @@ _KNOWN = {
     "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "refusal", "provider_specific_fields"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
-"""Fields of a message. litellm sends its messages back with provider_specific_fields, which add nothing."""
+"""Fields of a message, by its role. litellm sends messages back with provider_specific_fields, which add nothing."""
 _ANY = {"role", "content", "name"}
 _UNREAD = {"audio", "function_call", "images", "tool_calls"}
-"""Fields of a message that the model would have to see."""
+"""Fields of a message that are refused, because the model would have to see them."""
 
 
 CONTINUING = {"continue_final_message", "add_generation_prompt"}
-"""Fields of vLLM's for a last message of the assistant, in each protocol."""
+"""vLLM's fields that say whether an answer continues the last message. Each protocol with conversations accepts them."""
 
 
 def continues(fields: Mapping[str, Any]) -> bool | None:
-    """Return whether the answer continues the last message; None: if that is one of the assistant with a text. Raises RequestError."""
+    """Return whether the answer continues the last message; None: only if that is an assistant's message with text.
+
+    Raises RequestError.
+    """
     wanted, begins = (get(fields, name, bool) for name in ("continue_final_message", "add_generation_prompt"))
     if wanted and begins:
-        msg = "continue_final_message and add_generation_prompt are both true: an answer continues the last message, or begins"
+        msg = "continue_final_message and add_generation_prompt are both true: an answer either continues a message or begins one"
         raise invalid(msg, "continue_final_message", "invalid_value")
     if begins is False and wanted is False:
-        msg = "continue_final_message and add_generation_prompt are both false: then there is no answer; leave one of them out"
+        msg = "continue_final_message and add_generation_prompt are both false, so there is no answer: leave one of them out"
         raise invalid(msg, "add_generation_prompt", "invalid_value")
     return wanted if wanted is not None else {True: None, False: True, None: None}[begins]
 
 
 def _with_one_system(given: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages of which the leading system messages are one: many templates take no second one."""
+    """Merge the leading system messages into one, since many templates accept only one."""
     n = next((i for i, m in enumerate(given) if m["role"] != "system"), len(given))
     if n <= 1:
         return tuple(given)
@@ -68,10 +71,11 @@ _KINDS = {which: name for name, types in _UNSEEN.items() for which in types}
 
 
 def content(value: Any, at: str, types: Mapping[str, str], unknown: Unknown | None = None) -> str:
-    """Return the text of a string, or of an array of parts. types: of parts that are texts, each with the field that has the text.
+    """Return the text of a message's content: a string, or an array of parts.
 
-    unknown: the value is a tool's result: of what the model cannot see in it, it sees the type, because an agent cannot do without
-    the result. Elsewhere such parts are refused, and so is a text of another protocol's type. Raises RequestError.
+    types: the types of parts that are text, each with the field that holds the text. Other parts are refused.
+    unknown: given if the value is a tool's result. An agent cannot do without a result, so the model sees the types of its
+    images, files and the like. Raises RequestError.
     """
     if isinstance(value, str):
         return value
@@ -86,22 +90,22 @@ def content(value: Any, at: str, types: Mapping[str, str], unknown: Unknown | No
         if which in types:
             res.append(text(part, types[which], f"{here}.{types[which]}"))
         elif unknown is not None and which in _KINDS:
-            unknown.leave_out(here, f"of a part of the type {_KINDS[which]} the model sees only the type")
+            unknown.leave_out(here, f"the model sees only the type of this part, {_KINDS[which]}")
             res.append(f"[{_KINDS[which]}: this model reads text only]")
         else:
             example = json.dumps({"type": next(iter(types)), "text": "..."})
-            msg = f"{here} is of the type {which[:100]!r}: only text can be read, such as {example}"
+            msg = f"{here} has the type {which[:100]!r}: only text can be read, such as {example}"
             raise invalid(msg, here, "unsupported_parameter")
     return joined(res)
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Return the texts of several parts as one. An empty one adds nothing."""
+    """Join the texts of several parts with line breaks. Empty texts are left out."""
     return "\n".join(filter(None, texts))
 
 
 def by_turns(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of which two turns of one role in a row are one turn, as some protocols have it."""
+    """Merge consecutive messages of the user, and of the assistant, as some protocols demand."""
     res: list[dict[str, Any]] = []
     for message in given:
         if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:
@@ -112,7 +116,7 @@ def by_turns(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return two messages of one role, of which other follows, as one."""
+    """Merge two messages of one role. other: the second message."""
     res: dict[str, Any] = {"role": one["role"], "content": ""}
     for key in ("content", "reasoning_content"):
         if found := [m[key] for m in (one, other) if m.get(key)]:
@@ -150,7 +154,7 @@ def _message(value: Any, at: str, called: dict[str, str], unknown: Unknown) -> M
 
 
 def _assistant(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
-    """Return the message of the assistant: a text, calls, or both. called: gets the names of its calls, by id."""
+    """Return an assistant's message: text, calls, or both. called: gets the names of its calls, by id."""
     calls = [
         _call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(array(given, "tool_calls", f"{at}.tool_calls") or ())
     ]
@@ -181,7 +185,7 @@ def _call(value: Any, at: str) -> dict[str, Any]:
 
 
 def _arguments(given: str) -> str:
-    """Return the arguments of a call as a JSON object, as templates need. Other text, as of a call cut off, is put into one."""
+    """Return a call's arguments as the JSON object that templates need. Other text, as of a truncated call, is wrapped in one."""
     if is_object(given or "{}"):
         return given or "{}"
     return json.dumps({"arguments": given}, ensure_ascii=False)
@@ -197,8 +201,8 @@ def tools(
 ) -> tuple[dict[str, Any], ...]:
     """Return the tools of a request, in the form of the OpenAI protocol.
 
-    inside: the field of a tool that has its name; "": the tool itself. schema: the field beside the name that has the schema.
-    places: of the tools in the request, where some are left out. Raises RequestError.
+    inside: the field of a tool that holds its name and its schema; "": the tool itself. schema: the name of the schema's field.
+    places: the tools' indices in the request, if some tools were left out. Raises RequestError.
     """
     given = array({"tools": value}, "tools") or []
     if len(given) > MAX_TOOLS:
@@ -230,8 +234,9 @@ def _tool(value: Any, at: str, inside: str, schema: str) -> dict[str, Any]:
 
 
 def _parameters(function: Mapping[str, Any], at: str, key: str) -> dict[str, Any] | bool:
-    """Return the schema of a tool's arguments. If it cannot be enforced, a strict tool is refused. For other tools the grammar
-    leaves such parts out.
+    """Return the schema of a tool's arguments.
+
+    A strict tool is refused if parts of its schema cannot be enforced. For other tools, the grammar leaves such parts out.
     """
     given, name = function.get(key), f"{at}.{key}"
     if given is not None and not isinstance(given, dict | bool):
@@ -243,7 +248,7 @@ def _parameters(function: Mapping[str, Any], at: str, key: str) -> dict[str, Any
 
 
 def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
-    """Return a JSON schema of the answer, checked. name: of its field. strict: refuse parts that cannot be enforced.
+    """Return the checked JSON schema of an answer. name: its field. strict: whether to refuse parts that cannot be enforced.
 
     Raises RequestError, which names the place in the schema.
     """
@@ -272,7 +277,7 @@ def schema_of_form(form: dict[str, Any] | None, at: str, inside: str = "") -> Ch
 
 @contextmanager
 def _schema_errors(name: str) -> Iterator[None]:
-    """Turn a schema's error into a RequestError. name: of its field."""
+    """Turn a schema's error into a RequestError. name: the schema's field."""
     try:
         yield
     except SchemaError as err:
@@ -280,7 +285,7 @@ def _schema_errors(name: str) -> Iterator[None]:
 
 
 def tool_choice(value: Any, given: tuple[dict[str, Any], ...]) -> str | dict[str, Any]:
-    """Return which tools may be called: "auto", "none", "required", or the one that must be called. Raises RequestError."""
+    """Return which tools may be called: "auto", "none", "required", or the tool that must be called. Raises RequestError."""
     if value is None:
         return "auto" if given else "none"
     if isinstance(value, dict):

@@ -10,8 +10,8 @@ from pyllama_kvflash.serve.protocols.request_error import invalid
 
 T = TypeVar("T", bound=int | float | str | bool)
 
-MAX_DEPTH = 200  # of a body
-_MAX_NAME, _MAX_UNKNOWN = 100, 40  # characters of a field's name, and parts of a request, that are told
+MAX_DEPTH = 200  # levels of objects and arrays in a body
+_MAX_NAME, _MAX_UNKNOWN = 100, 40  # most characters of a field's name in a warning, and most warnings
 
 _KINDS: dict[type, str] = {
     bool: "true or false",
@@ -24,13 +24,13 @@ _KINDS: dict[type, str] = {
 
 
 class Unknown:
-    """Parts of a request that have no effect, such as fields that this server does not know: the client is told.
+    """Collects warnings for the client about parts of its request that have no effect, such as unknown fields.
 
-    warnings: a sentence for each of them.
+    warnings: a sentence for each part.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
-        """strict: refuse them."""
+        """strict: refuse a request with such parts."""
         self.strict = strict
         self.warnings: list[str] = []
 
@@ -70,11 +70,11 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Matches each half of a surrogate pair, alone or not."""
+"""Matches each surrogate, lone or in a pair."""
 
 
 def _check_unicode(value: Any, at: str, param: str | None) -> None:
-    """Raise RequestError for a text in a value that is not Unicode. at: the value's name. param: its field in the body."""
+    """Raise RequestError if a text in a value is not Unicode. at: the value's name. param: its field in the body."""
     if isinstance(value, str):
         try:
             encoded(value, at)
@@ -90,7 +90,7 @@ def _check_unicode(value: Any, at: str, param: str | None) -> None:
 
 
 def _decoded(text: bytes | str, **how: Any) -> Any:
-    """Return the value of JSON. how: passed to json.loads().
+    """Return the value of a JSON text. how: passed to json.loads().
 
     Raises ValueError, and RecursionError for more than MAX_DEPTH levels: libraries recurse for each level.
     """
@@ -113,7 +113,7 @@ def is_object(text: str) -> bool:
 
 
 def _no_number(name: str) -> None:
-    """Refuse NaN and the like, which Python accepts and JSON does not."""
+    """Refuse NaN and infinities, which Python accepts and JSON does not have."""
     raise ValueError(name)
 
 
@@ -123,7 +123,7 @@ def kind(value: Any) -> str:
 
 
 def get(fields: Mapping[str, Any], key: str, want: type[T], at: str = "") -> T | None:
-    """Return a field of this type; None if it is missing. A float may be written as an integer. at: its name in messages."""
+    """Return a field of a type; None if it is missing. A float may be written as an integer. at: its name in messages."""
     value, at = fields.get(key), at or key
     if value is None:
         return None

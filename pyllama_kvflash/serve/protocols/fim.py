@@ -1,6 +1,6 @@
-"""Fill in the middle: the prompt of a text between a beginning and an end, by the tokens that a model has for it.
+"""Fill in the middle (FIM): prompts whose answer goes between a prefix and a suffix, made with the model's own FIM tokens.
 
-Source of the order of its parts: https://github.com/ggml-org/llama.cpp/pull/9787, and the papers of the models.
+The order of the parts follows https://github.com/ggml-org/llama.cpp/pull/9787 and the papers of the models.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from pyllama_kvflash.serve.protocols.request_error import RequestError, invalid
 
 
 class File(NamedTuple):
-    """Another file that the model sees. name: "" if it is not known."""
+    """Another file that the model sees. name: "" if unknown."""
 
     name: str
     text: str
@@ -21,12 +21,12 @@ class File(NamedTuple):
 def infill(
     kv: KVFlash, prefix: str, suffix: str, *, at: str, extra: Sequence[File] = (), begun: str = "", n_answer: int = 0
 ) -> list[int]:
-    """Return the token ids of a prompt whose answer comes between prefix and suffix.
+    """Return the token ids of a prompt whose answer goes between prefix and suffix.
 
-    at: the field that asks for it. extra: other files; what does not fit the context, with n_answer tokens of an answer, is
-    left out, the first ones first. begun: the beginning of the answer.
+    at: the request's field, for the error. extra: other files, cut at their beginning so that the prompt and n_answer tokens
+    of the answer fit the context. begun: the beginning of the answer.
 
-    Raises RequestError if the model has no tokens for it.
+    Raises RequestError if the model has no FIM tokens.
     """
     model = kv.model
     fim = model.fim
@@ -62,6 +62,8 @@ def _tokens(model: Model, text: str) -> list[int]:
 
 
 def no_fim(at: str) -> RequestError:
-    """Return the error for a model that has no tokens for it."""
-    msg = f"{at} cannot be used: the model has no tokens to fill in the middle; give a model that has, such as Qwen2.5-Coder"
+    """Return the error for a model without FIM tokens. at: the request's field."""
+    msg = (
+        f"{at} cannot be used: the model has no fill-in-the-middle tokens; use a model with them, such as Qwen2.5-Coder"
+    )
     return invalid(msg, at, "unsupported_parameter")

@@ -1,4 +1,4 @@
-"""Fields that a request may have: those that this server knows, those without an effect, and those that it cannot obey."""
+"""Checks which fields a request has: known, ignored, unsupported, or unknown."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ UNSUPPORTED = {
     "penalty_alpha", "post_sampling_probs", "prompt_logprobs", "regex", "return_tokens", "smoothing_factor", "structured_outputs",
     "suffix", "tfs", "tfs_z", "top_a", "use_beam_search", "verbosity", "web_search_options",
 }  # fmt: skip
-"""Fields that this server does not support. One that is empty, false or 0 asks for nothing, but for those of _USUAL."""
+"""Fields that this server refuses, unless the value asks for nothing: that of _USUAL or, for other fields, an empty one, false or 0."""
 _USUAL: dict[str, Any] = {
     "add_special_tokens": True,
     "best_of": 1,
@@ -36,16 +36,16 @@ _USUAL: dict[str, Any] = {
     "tfs_z": 1,
     "verbosity": "medium",
 }
-"""Of these, the value that asks for nothing."""
+"""Values of unsupported fields that ask for nothing."""
 
 
 def check_known(
     fields: Mapping[str, Any], known: set[str], unknown: Unknown, ignored: set[str] = IGNORED, at: str = "",
     unsupported: set[str] = UNSUPPORTED,
 ) -> None:  # fmt: skip
-    """Note unknown fields. Raises RequestError for a value that would change the answer, and that this server cannot obey.
+    """Add unknown fields to `unknown`. Raises RequestError for an unsupported field that asks for something.
 
-    at: a prefix of the names in messages. unsupported: fields that are refused unless they ask for nothing.
+    at: prefix of the fields' names in messages. unsupported: fields that are refused unless they ask for nothing.
     """
     for key, value in fields.items():
         if key in known or key in ignored:

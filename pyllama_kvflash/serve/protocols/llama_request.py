@@ -24,7 +24,7 @@ _LEFT_OUT = {
     "t_max_predict_ms": "this server has no time limits",
     "n_indent": "an answer may have any indentation",
 }
-"""Fields of autocompletion that say when to give up: the answer is only longer without them."""
+"""Fields with which autocompletion ends an answer early. Without them, the answer is only longer."""
 _MAX_FIELDS, _MAX_FILES = 100, 1000
 
 
@@ -67,7 +67,7 @@ def _wanted(fields: Mapping[str, Any], unknown: Unknown) -> tuple[str, ...]:
     wanted = array(fields, "response_fields") or []
     if not all(isinstance(name, str) for name in wanted) or len(wanted) > _MAX_FIELDS:
         raise invalid(
-            f"response_fields is not an array of up to {_MAX_FIELDS} strings", "response_fields", "invalid_type"
+            f"response_fields must be an array of up to {_MAX_FIELDS} strings", "response_fields", "invalid_type"
         )
     if wanted and fields.get("stream"):
         unknown.leave_out("response_fields", "a stream has all fields")

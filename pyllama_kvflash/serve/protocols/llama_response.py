@@ -14,13 +14,13 @@ class LlamaReply(Reply):
     """A Reply in llama-server's form: a request has one answer."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
-        """model: its name. found: the request."""
+        """model: the model's name. found: the request."""
         super().__init__(model, found)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
 
     def reading(self, reading: Reading) -> bytes:
-        """Say how much of the prompt is read."""
+        """Report how much of the prompt is read."""
         if not self._found.parsed.return_progress:
             return super().reading(reading)
         return event({**self._part("", Timing()), "prompt_progress": progress(reading)})
@@ -81,7 +81,7 @@ def _shown(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _picked(value: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """Return the wanted fields, by their last names, as llama-server does. Those that are not there are left out."""
+    """Return the wanted fields under the last names of their paths, as llama-server does. Missing fields are left out."""
     res = {}
     for path in wanted:
         found: Any = value

@@ -25,9 +25,9 @@ _REFUSED = {
     "context": "send the conversation to /api/chat",
     "images": "only text can be read",
 }
-"""Fields of /api/generate, and why they are refused. An empty one asks for nothing."""
+"""Fields of /api/generate that are refused unless they are empty, each with the reason or what to do instead."""
 
-_IGNORED = {"truncate", "shift"}  # of a prompt that is too long: that is refused
+_IGNORED = {"truncate", "shift"}  # about a prompt that is too long, which this server refuses
 
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "frequency_penalty",
@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = {
     "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "logits_all", "vocab_only",
     "use_mmap", "use_mlock", "embedding_only", "penalize_newline",
 }  # fmt: skip
-"""Options of loading a model, which is loaded already, and those that Ollama does not have any more."""
+"""Options for loading a model, which is loaded already, and options that Ollama has dropped."""
 
 _EFFORTS = ("low", "medium", "high", "max")
 
@@ -46,7 +46,7 @@ _EFFORTS = ("low", "medium", "high", "max")
 def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
     """Check the body of POST /api/chat. Raises RequestError, and Answered if there is no message.
 
-    It may have tool_choice and parallel_tool_calls, as in the OpenAI protocol: Ollama has neither.
+    tool_choice and parallel_tool_calls, which Ollama lacks, work as in the OpenAI protocol.
     """
     fields = given(body)
     known = _COMMON | {"messages", "tools", "tool_choice", "parallel_tool_calls"} | conversation.CONTINUING
@@ -89,7 +89,7 @@ def generate(body: dict[str, Any], served: Served) -> ParsedRequest:
 
 
 def _both(fields: Mapping[str, Any], served: Served) -> ParsedRequest:
-    """Return a request with the fields of chats and of prompts."""
+    """Return a request with the fields that chats and prompts share."""
     get(fields, "model", str)  # any name: there is one model
     _unloads(fields)
     stream, options = get(fields, "stream", bool), given(obj(fields, "options") or {})
@@ -105,7 +105,7 @@ def _both(fields: Mapping[str, Any], served: Served) -> ParsedRequest:
 
 
 def _unloads(fields: Mapping[str, Any]) -> bool:
-    """Return whether the model is to be unloaded after the request. Raises RequestError."""
+    """Return whether keep_alive asks to unload the model after the request. Raises RequestError."""
     value = fields.get("keep_alive", "")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         msg = f"keep_alive is {kind(value)}: give a number of seconds, or a text such as 5m"
@@ -124,7 +124,7 @@ def _schema(value: Any) -> Checked | None:
 
 
 def _reasoning(value: Any) -> dict[str, Any]:
-    """Return the template's settings for reasoning. Raises RequestError."""
+    """Return the chat template's settings for reasoning. Raises RequestError."""
     if isinstance(value, str):
         return {"reasoning_effort": one_of({"think": value}, "think", _EFFORTS)}
     think = get({"think": value}, "think", bool)
@@ -137,16 +137,16 @@ def _reasoning(value: Any) -> dict[str, Any]:
 
 
 def _sampling(options: Mapping[str, Any], served: Served) -> Sampling:
-    """Return the settings that choose tokens. Raises RequestError."""
+    """Return the sampling settings. Raises RequestError."""
     check_known(options, _OPTIONS, served.unknown, _WITHOUT_EFFECT, "options.")
     n_ctx, asked = served.kv.options.n_ctx, get(options, "num_ctx", int, "options.num_ctx")
     if asked is not None and asked > n_ctx:
-        served.unknown.leave_out("options.num_ctx", f"the context has {n_ctx:,} tokens, as -c of the server says")
+        served.unknown.leave_out("options.num_ctx", f"the context has {n_ctx:,} tokens, as the server's -c says")
     return sampling_of({k: v for k, v in options.items() if k in _SAMPLING}, served)
 
 
 def _limit(options: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of an answer; None: as many as fit. Raises RequestError."""
+    """Return the limit for an answer's tokens; None: as many as fit. Raises RequestError."""
     limit = ranged(options, "num_predict", int, -2, MAX_ANSWER, "options.num_predict")
     return limit if limit and limit > 0 else None
 
@@ -157,14 +157,14 @@ def _limit(options: Mapping[str, Any]) -> int | None:
 
 
 def _tool(value: Any) -> Any:
-    """Return a tool with its type, which may be left out."""
+    """Return a tool with the type "function" if it has none."""
     return {**value, "type": value.get("type") or "function"} if isinstance(value, dict) else value
 
 
 def _messages(found: list[Any]) -> list[dict[str, Any]]:
-    """Return messages in the OpenAI form: there, a call has an id, and the result of a tool names it. Raises RequestError."""
+    """Return messages in the OpenAI form, where each call has an id that its tool result names. Raises RequestError."""
     res: list[dict[str, Any]] = []
-    calls: list[tuple[str, str]] = []  # those without a result: the id, and the name
+    calls: list[tuple[str, str]] = []  # the id and the name of each call without a result
     n_calls = 0
     for i, value in enumerate(found):
         at = f"messages[{i}]"
@@ -191,7 +191,7 @@ def _messages(found: list[Any]) -> list[dict[str, Any]]:
 
 
 def _call(value: Any, at: str, number: int) -> dict[str, Any]:
-    """Return a call in the OpenAI form. number: makes its id, of nine letters and digits, which some templates demand."""
+    """Return a call in the OpenAI form. number: for the id, which has nine letters and digits, as some templates demand."""
     call = as_object(value, at, "a function")
     function = given(as_object(call.get("function"), f"{at}.function", "name and arguments"))
     arguments = function.get("arguments", {})
@@ -202,7 +202,10 @@ def _call(value: Any, at: str, number: int) -> dict[str, Any]:
 
 
 def _name_call(message: dict[str, Any], at: str, calls: list[tuple[str, str]]) -> None:
-    """Give the result of a tool the id of its call: the first one of that name, or the first one at all."""
+    """Give a tool result the id of its call: the id that it names, else that of the first call with its tool's name, or of any.
+
+    calls: those without a result; the call found is removed.
+    """
     name = get(message, "tool_name", str, f"{at}.tool_name")
     message.pop("tool_name", None)
     if name is not None:

@@ -23,12 +23,12 @@ def error_body(err: RequestError) -> dict[str, Any]:
 
 
 def tagged(name: str) -> str:
-    """Return a model's name with a tag: some clients add one to names without, and then look for it."""
+    """Return a model's name with a tag, since some clients add ":latest" to a name without one, and then look for that."""
     return name if ":" in name else f"{name}:latest"
 
 
 def moment(seconds: float | None = None) -> str:
-    """Return a time as text. seconds: since 1970; None: now."""
+    """Return a time in ISO 8601. seconds: since 1970; None: now."""
     found = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return found.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
@@ -44,7 +44,7 @@ class ChatReply(Reply):
     """A Reply of /api/chat."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
-        """model: its name. found: the request."""
+        """model: the model's name. found: the request."""
         super().__init__(tagged(model), found)
         self._logprobs: list[TokenLogprob] | None = None if found.parsed.sampling.n_probs is None else []
 
@@ -54,11 +54,11 @@ class ChatReply(Reply):
             self._logprobs += text.logprobs
         said = [_said(delta) for delta in self._parser.push(text.text) if delta.call is None]
         if text.logprobs and not said:
-            said = [("", "")]  # the text is held back, its tokens are not
+            said = [("", "")]  # the parser holds the text back, but its tokens are sent
         return b"".join(self._line(*s, logprobs=() if i else text.logprobs) for i, s in enumerate(said))
 
     def end(self, done: Finished) -> bytes:
-        """End the answer. Calls come here, because each one comes whole."""
+        """End the answer. Calls are sent here, since Ollama's protocol has no parts of calls."""
         res = b"".join(self._line(*_said(delta)) for delta in self._parser.end(done) if delta.call is None)
         answer, calls = self._parser, _calls(self._parser)
         said = self._content(answer.content, answer.reasoning, calls)
@@ -77,14 +77,14 @@ class ChatReply(Reply):
         return self.alive()
 
     def alive(self) -> bytes:
-        """Keep the stream alive with a space before the next line: JSON readers skip it; empty lines break clients."""
+        """Keep the stream alive with a space before the next line. JSON readers skip it; an empty line would break clients."""
         return b" "
 
     def _head(self) -> dict[str, Any]:
         return {"model": self._model, "created_at": moment()}
 
     def _content(self, content: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return what is said, in the place where clients look for it."""
+        """Return the part of a line with the answer: a message in /api/chat."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if thinking:
             message["thinking"] = thinking
@@ -105,12 +105,12 @@ class GenerateReply(ChatReply):
 
 
 def _said(delta: Delta) -> tuple[str, str]:
-    """Return the content and the reasoning."""
+    """Return a delta's content and reasoning."""
     return delta.content, delta.reasoning
 
 
 def _calls(answer: AnswerParser) -> list[dict[str, Any]]:
-    """Return the calls. One that was cut off is left out: its arguments would have to be an object, and clients would run it."""
+    """Return the complete calls. Clients would run a call that was cut off, since its arguments must be sent as an object."""
     return [
         {"id": call["id"], "function": {"index": i, "name": call["name"], "arguments": arguments_of(call)}}
         for i, call in enumerate(answer.calls)
@@ -124,7 +124,7 @@ def _shown(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def _end(done: Finished) -> dict[str, Any]:
-    """Return the last fields: why the answer ended, tokens, and nanoseconds. The time before reading counts as loading."""
+    """Return the fields of the last line: the reason, tokens, and nanoseconds. The time in the queue counts as loading."""
     read, answer = round(done.timing.read_s * 1e9), round(done.timing.answer_s * 1e9)
     load = max(0, round(done.seconds * 1e9) - read - answer)
     return {

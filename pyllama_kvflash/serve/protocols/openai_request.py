@@ -38,13 +38,13 @@ def completion(body: dict[str, Any], served: Served) -> ParsedRequest:
     prompt = prompt_of(fields.get("prompt"), served.kv.model.n_vocab)
     if suffix := get(fields, "suffix", str):
         if not isinstance(prompt, str):
-            raise invalid("suffix needs a prompt that is a text", "suffix", "invalid_value")
+            raise invalid("suffix needs a prompt that is a string", "suffix", "invalid_value")
         prompt = infill(served.kv, prompt, suffix, at="suffix")
     return replace(res, sampling=sampling, prompt=prompt)
 
 
 def _both(fields: Mapping[str, Any], served: Served) -> ParsedRequest:
-    """Return a request with the fields of chats and of completions."""
+    """Return a request with the fields that chats and completions share."""
     parsed = usual(fields, served, max_tokens_of(fields))
     return replace(
         parsed,
@@ -75,7 +75,7 @@ def chat(body: dict[str, Any], served: Served) -> ParsedRequest:
 
 
 def _n_probs(fields: Mapping[str, Any]) -> int | None:
-    """Return how many likely tokens to report for each token; None: not even its own probability."""
+    """Return how many of the likeliest tokens to report beside each token; None: no probabilities at all."""
     n = ranged(fields, "top_logprobs", int, 0, MAX_LOGPROBS)
     asked = get(fields, "logprobs", bool)
     if n and not asked:
@@ -97,9 +97,7 @@ def prompt_of(value: Any, n_vocab: int) -> str | list[int]:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value or any(type(t) is not int for t in value):
-        raise invalid(
-            "prompt must be a string or an array of token ids that is not empty; a request has one prompt", "prompt"
-        )
+        raise invalid("prompt must be a non-empty string or array of token ids; a request has one prompt", "prompt")
     if bad := [t for t in value if not 0 <= t < n_vocab]:
         raise invalid(
             f"prompt has token {number(bad[0])}, which is not in the vocabulary: ids are 0 to {n_vocab - 1:,}", "prompt"

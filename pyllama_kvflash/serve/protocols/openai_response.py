@@ -17,10 +17,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIReply(Reply):
-    """A Reply of the OpenAI protocol: of a chat or, without a rendered prompt, of a completion."""
+    """A Reply of the OpenAI protocol: to a chat or, if the prompt was not rendered, to a completion."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
-        """model: its name. found: the request."""
+        """model: the model's name. found: the request."""
         super().__init__(model, found)
         self._chat = found.rendered is not None
         self._same = {
@@ -49,7 +49,7 @@ class OpenAIReply(Reply):
         deltas: list[dict[str, Any] | str] = [_delta(delta) for delta in found] if self._chat else [text.text]
         each = text.timing if self._found.parsed.timings_per_token else None
         if text.logprobs and not deltas:
-            deltas = [{"content": ""}]  # the text is held back, its tokens are not
+            deltas = [{"content": ""}]  # the parser holds the text back, but its tokens are sent
         res = self._opening() + b"".join(
             self._chunk(d, logprobs=() if i else text.logprobs, timing=each) for i, d in enumerate(deltas)
         )
@@ -67,7 +67,7 @@ class OpenAIReply(Reply):
         self._ends.append(done)
         self._begin()
         kind = "chat.completion" if self._chat else "text_completion"
-        times = timings(self._ends[0].timing, self._n_prompt)  # of the first answer: it read the prompt
+        times = timings(self._ends[0].timing, self._n_prompt)  # of the first answer, which read the prompt
         usage = self._usage()
         self._whole = {**self._same, "object": kind, "choices": self._choices, "usage": usage, "timings": times}
         return res
@@ -82,7 +82,7 @@ class OpenAIReply(Reply):
         return event(err.body()) + DONE
 
     def reading(self, reading: Reading) -> bytes:
-        """Say how much of the prompt is read: in an event if the request wants it, else in a comment, which clients ignore."""
+        """Report how much of the prompt is read: in an event if the request asks for it, else in a comment, which clients ignore."""
         if self._found.parsed.return_progress:
             delta: dict[str, Any] | str = {"role": "assistant", "content": None} if self._chat else ""
             return self._chunk(delta, more={"prompt_progress": progress(reading)})
@@ -131,7 +131,7 @@ class OpenAIReply(Reply):
         timing: Timing | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Return an event. timing: that it shows. more: further fields."""
+        """Return an event. timing: the times to show in it. more: further fields."""
         shown = self._probs(logprobs, self._offsets) if logprobs else None
         key, index = "delta" if self._chat else "text", len(self._choices)
         choice = {"index": index, key: delta, "logprobs": shown, "finish_reason": reason}
@@ -139,7 +139,7 @@ class OpenAIReply(Reply):
         return event({**self._same, "object": self._kind, "choices": [choice], **timed, **(more or {})})
 
     def _probs(self, logprobs: Sequence[TokenLogprob], offsets: "_Offsets") -> dict[str, Any] | None:
-        """Return the log probabilities to send. offsets: after the tokens before these."""
+        """Return the log probabilities in the protocol's form; None if they were not requested. offsets: counts the tokens."""
         if self._found.parsed.sampling.n_probs is None:
             return None
         return chat_logprobs(logprobs) if self._chat else _text_logprobs(logprobs, offsets)
@@ -157,7 +157,7 @@ def _named(call_id: str) -> dict[str, str]:
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return log probabilities in the form of a chat."""
+    """Return log probabilities in the form that a chat has."""
 
     def shown(token: TokenLogprob) -> dict[str, Any]:
         return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
@@ -166,7 +166,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 class _Offsets:
-    """Where the tokens of an answer begin in its text: one that has a part of a character, where that character does."""
+    """Counts where the tokens of an answer begin in its text. A token with part of a character begins where the character does."""
 
     def __init__(self) -> None:
         self._decoder, self._n = codecs.getincrementaldecoder("utf-8")("replace"), 0
@@ -179,7 +179,7 @@ class _Offsets:
 
 
 def _text_logprobs(logprobs: Sequence[TokenLogprob], offsets: _Offsets) -> dict[str, Any]:
-    """Return log probabilities in the form of a completion."""
+    """Return log probabilities in the form that a completion has."""
     return {
         "tokens": [_named_by_bytes(t) for t in logprobs],
         "token_logprobs": [t.logprob for t in logprobs],

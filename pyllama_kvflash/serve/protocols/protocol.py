@@ -1,4 +1,4 @@
-"""A request of any protocol: what it is checked against, as it was checked, and ready to be served."""
+"""A request of any protocol: the server that it is checked against, the checked request, and the prepared one."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,10 @@ from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a request is checked against.
+    """The engine and the settings that a request is checked against.
 
-    name: the model's, for clients. defaults: for the fields that a request leaves out. unknown: collects the request's fields
-    that this server does not know. responses: earlier ones, which a request may continue.
+    name: the model's name for clients. defaults: for the fields that a request leaves out. unknown: collects warnings about
+    the request. responses: the stored responses, which a request may continue.
     """
 
     kv: KVFlash
@@ -31,14 +31,14 @@ class Served:
 class ParsedRequest:
     """A checked request: messages (of a chat), or a prompt (text or token ids).
 
-    special: whether the text may have special tokens, as that of a rendered conversation.
-    continues: whether the answer continues the last message; None: if that is one of the assistant with a text.
+    special: whether special tokens are recognized in the text of the prompt, as in a rendered conversation.
+    continues: whether the answer continues the last message; None: only if that is an assistant's message with text.
     tools, tool_choice, parallel_tool_calls (None: if the template supports it), chat_template_kwargs: of a chat.
-    schema: JSON schema of the answer, checked. max_tokens: None if not given. n: answers wanted.
+    schema: the checked JSON schema of the answer. max_tokens: None if not given. n: number of answers.
     pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
-    id_slot: the sequence to use, -1: any. cache_prompt: whether what a sequence has of the prompt is kept, not read again.
-    timings_per_token, return_progress: whether a stream has the times so far, and how much of the prompt is read.
-    extra: what only the Reply of its protocol reads.
+    id_slot: the sequence to use; -1: any. cache_prompt: whether cached tokens of the prompt may be reused.
+    timings_per_token, return_progress: whether a stream reports the times so far, and how much of the prompt is read.
+    extra: data that only the Reply of the request's protocol reads.
     """
 
     messages: tuple[Message, ...] = ()
@@ -66,12 +66,12 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that can be served.
+    """A request that is ready to be served.
 
-    tokens: (n,) int32, of the prompt. sampling, stop: with the grammar and stop strings of the chat template.
-    rendered: the prompt of a chat; None: it is a completion.
-    warnings: a sentence for each part of the request that has no effect, such as what of its schemas is not enforced.
-    begins: where the messages of a chat begin in the tokens.
+    tokens: the prompt, (n,) int32. sampling, stop: including the grammar and the stop strings of the chat template.
+    rendered: the prompt of a chat; None: the request is a completion.
+    warnings: a sentence for each part of the request that has no effect, such as a schema constraint that is not enforced.
+    begins: where the messages of a chat begin in the tokens, and last where the answer begins; (): not known.
     """
 
     parsed: ParsedRequest
@@ -84,14 +84,14 @@ class PreparedRequest:
 
 
 class TooLong(Exception):  # noqa: N818 (the request is refused: it is an answer)
-    """A prompt does not fit the context. n: its tokens; None: not counted. n_ctx: tokens of the context."""
+    """A prompt does not fit the context. n: its tokens; None: not counted. n_ctx: length of the context, in tokens."""
 
     def __init__(self, n: int | None, n_ctx: int) -> None:
         super().__init__()
         self.n, self.n_ctx = n, n_ctx
 
     def error(self) -> RequestError:
-        """Return the error to send, with the code that clients of the OpenAI protocol search for."""
+        """Return the error to send, with the code that clients of the OpenAI protocol look for."""
         length = f"more than {self.n_ctx:,}" if self.n is None else f"{self.n:,}"
         msg = f"the prompt has {length} tokens, and the context {self.n_ctx:,}: shorten it, or start the server with a larger -c"
         return invalid(msg, code="context_length_exceeded")

@@ -1,4 +1,4 @@
-"""What a protocol consists of: reading a request, and writing its answer."""
+"""The interface of a protocol: it parses requests, and writes their answers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.text import to_json
 
 REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
-"""Why an answer has ended, in the OpenAI protocol and in Ollama's, by the reasons of events.Done."""
+"""The words of the OpenAI protocol and of Ollama's for the reasons of events.Done."""
 
 _BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
-"""Line breaks that JSON does not escape. They end no line of a stream, but some clients split it there."""
+"""Escapes for the line breaks that JSON leaves as they are. They end no line of a stream, but some clients split it there."""
 
 
 def event(value: dict[str, Any], name: str | None = None) -> bytes:
-    """Return a server-sent event, perhaps with a name."""
+    """Return a server-sent event. name: its type, if any."""
     head = f"event: {name}\n" if name else ""
     data = to_json(value, ensure_ascii=False, separators=(",", ":")).translate(_BREAKS)
     return f"{head}data: {data}\n\n".encode()
 
 
 def timings(timing: Timing, n_prompt: int) -> dict[str, Any]:
-    """Return the times of an answer, as llama-server has them. n_prompt: tokens of its prompt, with those that were not read again."""
+    """Return the times of an answer in llama-server's form. n_prompt: tokens of its prompt, including cached ones."""
     res: dict[str, Any] = {"cache_n": n_prompt - timing.n_read}
     for name, n, seconds in (
         ("prompt", timing.n_read, timing.read_s),
@@ -44,7 +44,7 @@ def timings(timing: Timing, n_prompt: int) -> dict[str, Any]:
 
 
 def progress(reading: Reading) -> dict[str, Any]:
-    """Return how much of a prompt is read, as llama-server has it."""
+    """Return how much of a prompt is read, in llama-server's form."""
     return {
         "total": reading.total,
         "cache": reading.cached,
@@ -54,23 +54,23 @@ def progress(reading: Reading) -> dict[str, Any]:
 
 
 class Reply(ABC):
-    """The answers to one request, one after the other, as events of a stream and as an object.
+    """The answers to one request, one after another, both as events of a stream and as one object.
 
-    An event is what a method returns. Streams are kept alive by comments, which clients ignore.
+    The methods return the bytes of their events. Comments keep a stream alive; clients ignore them.
     """
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
-        """model: its name. found: the request."""
+        """model: the model's name. found: the request."""
         self._model, self._found, self._n_prompt = model, found, len(found.tokens)
         self._parser = AnswerParser(found.rendered, found.parsed.stop)
         self._whole: dict[str, Any] = {}
 
     def first(self) -> bytes:
-        """Begin the stream: with nothing."""
+        """Begin the stream. By default, there is no event for it."""
         return b""
 
     def reading(self, reading: Reading) -> bytes:
-        """Say how much of the prompt is read."""
+        """Report how much of the prompt is read."""
         return f": prefill {reading.done}/{reading.total}\n\n".encode()
 
     def alive(self) -> bytes:
@@ -86,7 +86,7 @@ class Reply(ABC):
         """End the answer; another one may follow."""
 
     def last(self) -> bytes:
-        """End the stream: the last event has said so."""
+        """End the stream. By default, there is no event for it."""
         return b""
 
     def failed(self, err: RequestError) -> bytes:
@@ -100,10 +100,10 @@ class Reply(ABC):
 
 @dataclass(frozen=True, slots=True)
 class AnswerProtocol:
-    """A form of requests and of their answers.
+    """How a protocol's requests are parsed and answered.
 
-    parse: checks a body; it raises RequestError. reply: makes the Reply to a request, given the model's name.
-    too_long: the error for a prompt that does not fit. media: the type of a stream.
+    parse: checks a body; raises RequestError. reply: returns the Reply to a request, given the model's name.
+    too_long: returns the error for a prompt that does not fit. media: the media type of a stream.
     """
 
     parse: Callable[[dict[str, Any], Served], ParsedRequest]

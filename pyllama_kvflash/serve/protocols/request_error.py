@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-_MOST = 600  # characters of a message
+_MOST = 600  # most characters of a message
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class RequestError(Exception):
-    """An error that answers a request. status: of HTTP. param: the wrong field. code: a word for programs. headers: to add."""
+    """An error that answers a request.
+
+    status: the HTTP status. param: the field that is wrong. code: a word for programs. headers: extra response headers.
+    """
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class RequestError(Exception):
 
 
 class Answered(Exception):  # noqa: N818 (it is an answer)
-    """A request is answered without the model. body: of the answer, in the form of its protocol."""
+    """A request is answered without the model. body: the answer, in the form of the request's protocol."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Types of parts that are text, and the field that has it."""
+"""The types of parts that are text, each with the field that holds the text."""
 
 _ITEM = {"type", "id", "status"}
 _FIELDS = {
@@ -40,15 +40,15 @@ _FIELDS = {
     "function_call_output": {"call_id", "output", "name"},
     "reasoning": {"summary", "content", "encrypted_content"},
 }
-"""Fields of an item beside _ITEM, by its type."""
+"""Fields of an item besides those in _ITEM, by the item's type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What only the answer of this protocol needs.
+    """Parts of a request that only the reply of this protocol needs.
 
-    echo: fields that the response repeats. items: of the conversation, without instructions.
-    store: keeps the response; None: it is not kept. packed: whether reasoning items have an encrypted_content.
+    echo: fields that the response repeats. items: the conversation, without instructions.
+    store: where to store the response; None: nowhere. packed: whether reasoning items get an encrypted_content.
     """
 
     echo: dict[str, Any]
@@ -91,7 +91,7 @@ def parse(body: dict[str, Any], served: Served) -> ParsedRequest:
 
 
 def _echo(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the response repeats, without numbers that JSON does not have."""
+    """Return the fields that the response repeats, with null for NaN and infinities."""
     res: dict[str, Any] = {
         "instructions": None,
         "max_output_tokens": None,
@@ -111,7 +111,7 @@ def _echo(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _include(value: list[Any]) -> list[Any]:
     if any(not isinstance(name, str) for name in value):
-        raise invalid("include is not an array of strings", "include", "invalid_type")
+        raise invalid("include must be an array of strings", "include", "invalid_type")
     if _LOGPROBS in value:
         msg = f"include has {_LOGPROBS}, which this server does not support: leave it out"
         raise invalid(msg, "include", "unsupported_parameter")
@@ -119,7 +119,7 @@ def _include(value: list[Any]) -> list[Any]:
 
 
 def _template_kwargs(fields: Mapping[str, Any], unknown: Unknown) -> dict[str, Any]:
-    """Return the template's settings."""
+    """Return the settings for the chat template."""
     reasoning = obj(fields, "reasoning") or {}
     check_known(reasoning, {"effort"}, unknown, {"summary", "generate_summary"}, "reasoning.")
     return template_kwargs(fields, get(reasoning, "effort", str, "reasoning.effort"))
@@ -139,7 +139,7 @@ def _schema(asked: dict[str, Any], unknown: Unknown) -> Checked | None:
 
 
 def _earlier(fields: Mapping[str, Any], store: ResponseStore) -> list[dict[str, Any]]:
-    """Return the items of the conversation that is continued. Raises RequestError."""
+    """Return the items of the conversation that the request continues. Raises RequestError."""
     name = get(fields, "previous_response_id", str)
     if name is None:
         return []
@@ -150,10 +150,10 @@ def _earlier(fields: Mapping[str, Any], store: ResponseStore) -> list[dict[str, 
 
 
 def not_kept(name: str, fix: str, param: str | None = None) -> RequestError:
-    """Return the error for a response that is not kept. param: the body's field that names it; None: the path does."""
+    """Return the error for a response that is not stored. fix: what to do. param: the field that names it; None: the path does."""
     msg = (
-        f"{param or 'the response'} is {name[:100]!r}, which is not kept here: it is of another server, had store: false,"
-        f" or was one of the oldest; {fix}"
+        f"{param or 'the response'} is {name[:100]!r}, which is not stored here: another server made it, its request had"
+        f" store: false, or it was removed as one of the oldest; {fix}"
     )
     if param is None:
         return RequestError(404, msg, code="not_found")
@@ -161,7 +161,7 @@ def not_kept(name: str, fix: str, param: str | None = None) -> RequestError:
 
 
 def _input(fields: Mapping[str, Any], store: ResponseStore) -> list[dict[str, Any]]:
-    """Return the items of the input, without references. Raises RequestError."""
+    """Return the items of the input, with references replaced by the items that they name. Raises RequestError."""
     value = fields.get("input", [])
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
@@ -184,8 +184,8 @@ def _resolved(item: dict[str, Any], at: str, store: ResponseStore) -> dict[str, 
 def _messages(
     instructions: str | None, earlier: list[dict[str, Any]], given: list[dict[str, Any]], unknown: Unknown
 ) -> tuple[Message, ...]:
-    """Return the messages of a chat. Two turns of one role in a row are one turn. Raises RequestError."""
-    seen = Unknown()  # the fields of earlier items were told before
+    """Return items as the messages of a chat. Consecutive turns of one role are merged. Raises RequestError."""
+    seen = Unknown()  # the warnings about earlier items were sent with their own requests
     found = [
         {"role": "system", "content": instructions or ""},
         *(_message(item, f"previous_response_id[{i}]", seen) for i, item in enumerate(earlier)),
@@ -225,7 +225,7 @@ def _message(item: dict[str, Any], at: str, unknown: Unknown) -> dict[str, Any] 
 
 
 def _thought(item: dict[str, Any], at: str) -> str:
-    """Return the text of a reasoning item: its content, or what this server packed, or its summary."""
+    """Return the text of a reasoning item: its content, else the reasoning that this server packed, else its summary."""
     found = {}
     for key, which in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = [as_object(p, f"{at}.{key}[{i}]", "type and text") for i, p in enumerate(_array(item, key, at))]
@@ -247,7 +247,7 @@ def packed(reasoning: str) -> str:
 
 
 def _unpacked(content: str) -> str:
-    """Return the reasoning in an encrypted_content; "" if it is not of this server."""
+    """Return the reasoning in an encrypted_content; "" if this server did not make it."""
     if not content.startswith(_PACKED):
         return ""
     try:
@@ -262,7 +262,10 @@ def _unpacked(content: str) -> str:
 
 
 def _tools(given: list[Any], unknown: Unknown) -> tuple[dict[str, Any], ...]:
-    """Return the functions among the tools. Others are left out: a client such as Codex does without them. Raises RequestError."""
+    """Return the functions among the tools. Other tools, without which clients such as Codex manage, are left out.
+
+    Raises RequestError.
+    """
     res, places = [], []
     for i, value in enumerate(given):
         at = f"tools[{i}]"
@@ -278,7 +281,7 @@ def _tools(given: list[Any], unknown: Unknown) -> tuple[dict[str, Any], ...]:
 
 
 def _choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[tuple[dict[str, Any], ...], str | dict[str, Any]]:
-    """Return the tools that may be called, and which of them. Raises RequestError."""
+    """Return the tools that may be called, and the choice among them. Raises RequestError."""
     if not isinstance(value, dict):
         return tools, conversation.tool_choice(value, tools)
     if one_of(value, "type", ("function", "allowed_tools"), "tool_choice.type") == "function":

@@ -13,7 +13,7 @@ from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.serve.protocols.responses_request import Asked, not_kept, packed
 from pyllama_kvflash.serve.protocols.responses_store import Kept, ResponseStore, item_id, new_id
 
-_EVENT_SECONDS = 30.0  # without an event, after which one says that the response is still in progress
+_EVENT_SECONDS = 30.0  # of silence, after which an event says that the response is still in progress
 _CUT_OFF = {"length", "context"}
 """Reasons that make a response incomplete."""
 
@@ -22,7 +22,7 @@ class ResponsesReply(Reply):
     """A Reply of the Responses API."""
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
-        """model: its name. found: the request."""
+        """model: the model's name. found: the request."""
         super().__init__(model, found)
         self._asked: Asked = found.parsed.extra
         self._same = {
@@ -56,7 +56,7 @@ class ResponsesReply(Reply):
         return b"".join(self._delta(delta) for delta in deltas)
 
     def end(self, done: Finished) -> bytes:
-        """End the answer, and keep it."""
+        """End the answer, and store the response."""
         res = b"".join(self._delta(delta) for delta in self._parser.end(done))
         if not self._items:
             res += self._begun(_Item(self._id, 0, ("msg", 0), self._parser, self._asked))
@@ -76,15 +76,15 @@ class ResponsesReply(Reply):
         return self._event("response.failed", response=response)
 
     def reading(self, reading: Reading) -> bytes:
-        """Say in a comment, which clients ignore, how much of the prompt is read."""
+        """Report in a comment, which clients ignore, how much of the prompt is read."""
         return super().reading(reading) + self._still()
 
     def alive(self) -> bytes:
-        """Keep the stream alive by a comment."""
+        """Keep the stream alive with a comment."""
         return super().alive() + self._still()
 
     def _still(self) -> bytes:
-        """Return an event if there has been none for long: Codex gives up a stream that has comments alone."""
+        """Return an event if there has been none for long, since Codex gives up on a stream with comments alone."""
         if time.monotonic() - self._last_event < _EVENT_SECONDS:
             return b""
         return self._event("response.in_progress", response=self._whole)
@@ -164,7 +164,7 @@ _NAMES = {
 
 
 class _Item:
-    """An output item as it grows. key: its kind, and the index of its call. text: its own so far."""
+    """An output item as it grows. key: its kind (msg, rs or fc), and the index of its call. text: its text so far."""
 
     def __init__(self, response: str, index: int, key: tuple[str, int], parser: AnswerParser, asked: Asked) -> None:
         self.key, self.index = key, index
@@ -174,37 +174,37 @@ class _Item:
 
     @property
     def name(self) -> str:
-        """Name of the events with its text."""
+        """The name of the events with the item's text, without .delta or .done."""
         return _NAMES[self.key[0]]
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where events are about."""
+        """The fields that say which part of the response an event is about."""
         res = {"item_id": self._id, "output_index": self.index}
         return res if self._call else {**res, "content_index": 0}
 
     @property
     def likely(self) -> dict[str, Any]:
-        """Log probabilities, which events about the text of an answer must have: none were asked for."""
+        """The log probabilities, a field that events with an answer's text must have: empty, since none can be requested."""
         return {"logprobs": []} if self.key[0] == "msg" else {}
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The text, as the event at its end has it."""
+        """The whole text, in the form of the event that ends it."""
         if self._call:
             return {"name": self._call["name"], "arguments": self.text}
         return {"text": self.text, **self.likely}
 
     def end(self, status: str) -> None:
-        """End it. A call is complete if its arguments are."""
+        """End the item. A call is complete if its arguments are."""
         self._status = status if self._call is None else "completed" if is_object(self.text) else "incomplete"
 
     def is_in(self, parser: AnswerParser) -> bool:
-        """Whether the parser still takes it for a part of the answer."""
+        """Whether the item is part of the answer: the parser may have dropped a broken call."""
         return self._call is None or any(call is self._call for call in parser.calls)
 
     def part(self) -> dict[str, Any] | None:
-        """Return its content; None: a call has none."""
+        """Return the item's content; None: a call has no content."""
         match self.key[0]:
             case "msg":
                 return {"type": "output_text", "text": self.text, "annotations": [], **self.likely}
@@ -213,7 +213,7 @@ class _Item:
         return None
 
     def object(self) -> dict[str, Any]:
-        """Return it as it is now."""
+        """Return the item as it is now."""
         res = {"id": self._id, "status": self._status}
         content = [] if self._status == "in_progress" else [self.part()]
         if self._call:
@@ -226,7 +226,7 @@ class _Item:
 
 
 def shown(store: ResponseStore, name: str) -> dict[str, Any]:
-    """Return a response that is kept, for GET. Raises RequestError."""
+    """Return a stored response, for GET. Raises RequestError."""
     kept = store.get(name)
     if kept is None:
         raise not_kept(name, "ask again")
@@ -234,7 +234,7 @@ def shown(store: ResponseStore, name: str) -> dict[str, Any]:
 
 
 def deleted(store: ResponseStore, name: str) -> dict[str, Any]:
-    """Delete a response, and return what DELETE answers. Raises RequestError."""
+    """Delete a stored response, and return the answer to DELETE. Raises RequestError."""
     if not store.delete(name):
         raise not_kept(name, "there is nothing to delete")
     return {"id": name, "object": "response", "deleted": True}

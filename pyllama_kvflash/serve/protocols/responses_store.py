@@ -1,4 +1,4 @@
-"""Responses that are kept, so that later requests can continue them."""
+"""Stores responses, so that later requests can continue them."""
 
 import json
 import logging
@@ -17,12 +17,12 @@ from pyllama_kvflash.files import Replacement, dated, sweep
 
 MAX_RESPONSES = 1_000
 MAX_BYTES = 64 << 20
-"""Of all responses in memory, and of all files in the folder."""
+"""Limits for the responses in memory, and for the files in the folder."""
 
 FOLDER = "responses"
-"""The name of the folder within that of the prefix cache."""
+"""The folder's name within the folder of the prefix cache."""
 
-_DIGITS = 32  # of a response's number
+_DIGITS = 32  # hexadecimal digits of a response's id
 _ID = re.compile(rf"resp_([0-9a-f]{{{_DIGITS}}})")
 _ITEM_ID = re.compile(rf"(?:msg|rs|fc)_([0-9a-f]{{{_DIGITS}}})_[0-9]{{1,9}}")
 
@@ -41,21 +41,21 @@ def item_id(kind: str, response_id: str, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response. items: of the conversation before it, without instructions. response: the object that was the answer."""
+    """A stored response. items: the conversation before it, without instructions. response: the object that was sent."""
 
     items: list[dict[str, Any]]
     response: dict[str, Any]
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The items of the conversation up to its end."""
+        """The items of the conversation, including those of the response."""
         return [*self.items, *self.response["output"]]
 
 
 class ResponseStore:
-    """Responses in memory, and in files if there is a folder for them. The oldest ones go first.
+    """Responses in memory, and in files if there is a folder for them. The oldest ones are removed first.
 
-    Any thread may use it, and several processes the folder. Files are written in a thread of the store.
+    Any thread may use a store, and several processes may share its folder. Files are written in a thread of the store.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -71,7 +71,7 @@ class ResponseStore:
         self._writer.shutdown()
 
     def keep(self, kept: Kept) -> None:
-        """Keep a response, unless it is larger than the store."""
+        """Store a response, unless it is larger than the store."""
         name = str(kept.response["id"])
         text = json.dumps({"items": kept.items, "response": kept.response}, separators=(",", ":")).encode()
         if len(text) > MAX_BYTES:
@@ -85,8 +85,8 @@ class ResponseStore:
             self._writer.submit(self._write, self._folder, name, text)
 
     def get(self, name: str) -> Kept | None:
-        """Return the response with an id; None: it is not kept."""
-        if not _ID.fullmatch(name):  # it becomes the name of a file
+        """Return the response with an id; None: it is not stored."""
+        if not _ID.fullmatch(name):  # the id becomes the name of a file
             return None
         with self._lock:
             text = self._texts.get(name)
@@ -100,19 +100,19 @@ class ResponseStore:
             return None
 
     def item(self, name: str) -> dict[str, Any] | None:
-        """Return the output item with an id; None: it is not kept."""
+        """Return the output item with an id; None: it is not stored."""
         match = _ITEM_ID.fullmatch(name)
         kept = self.get(f"resp_{match[1]}") if match else None
         return None if kept is None else next((i for i in kept.response["output"] if i.get("id") == name), None)
 
     def delete(self, name: str) -> bool:
-        """Delete a response. Returns whether it was kept."""
+        """Delete a response. Returns whether it was stored."""
         found = self.get(name) is not None
         if found:
             with self._lock:
                 self._size -= len(self._texts.pop(name, b""))
             if self._folder is not None:
-                self._writer.submit(_remove, _path(self._folder, name)).result()  # after it is written
+                self._writer.submit(_remove, _path(self._folder, name)).result()  # after the file is written
         return found
 
     def _write(self, folder: Path, name: str, text: bytes) -> None:
@@ -127,9 +127,10 @@ class ResponseStore:
 
 
 def evict(folder: Path, most: int = MAX_RESPONSES, size: int = MAX_BYTES) -> int:
-    """Remove what killed processes left in a folder, then the oldest responses until the rest are at most so many, and so many bytes.
+    """Remove partial files of killed processes from a folder, then the oldest responses above a number or a size.
 
-    Returns the number removed. most: 0 removes the folder, too, if it is empty then.
+    most: responses that may stay; 0 removes the folder, too, if it is empty then. size: bytes that may stay. Returns the
+    number of responses removed.
     """
     found = []
     sweep(folder, ".resp_*.part")

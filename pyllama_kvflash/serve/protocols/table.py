@@ -1,4 +1,4 @@
-"""The endpoints that answer, and their protocols."""
+"""The endpoints that generate answers, and their protocols."""
 
 from pyllama_kvflash.serve.protocols import (
     anthropic_request,
@@ -28,4 +28,4 @@ ANSWERS = {
         ollama_request.generate, ollama_response.GenerateReply, media=ollama_response.MEDIA
     ),
 }
-"""By path. Each takes POST."""
+"""The protocols by path. All paths take POST."""

@@ -7,9 +7,9 @@ const field = document.getElementById("key");
 const why = document.getElementById("key-why");
 
 let key = needed ? stored() ?? "" : "";
-let asked = null; // a promise while the dialog is open
+let asked = null; // the dialog's promise, while it is open
 
-// A browser may block the storage.
+// The stored key, unless the browser blocks the storage.
 function stored(value) {
   try {
     if (value === undefined) return sessionStorage.getItem(NAME);
@@ -23,7 +23,7 @@ export class NoKey extends Error {}
 
 export const wantsKey = () => needed && !key;
 
-// Ask the user for the key. Resolves to whether there is one now.
+// Ask the user for the key. Resolves to whether the user gave one.
 export function askForKey(reason) {
   if (reason) why.textContent = reason;
   asked ??= new Promise((resolve) => {
@@ -46,14 +46,15 @@ export function askForKey(reason) {
 document.getElementById("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (/[^\x20-\x7e]/.test(field.value)) {
-    why.textContent = "A key has only ASCII letters. Try another one.";
+    why.textContent = "A key has ASCII characters only. Try another one.";
     return;
   }
   dialog.close("use");
 });
 document.getElementById("key-cancel").addEventListener("click", () => dialog.close(""));
 
-// Fetch a path, relative to the page: a proxy may serve it below a path of its own. With a body, post it as JSON. Throws NoKey, and an Error with the server's own sentence.
+// Fetch a path relative to the page, since a proxy may add a prefix to the page's own path. A body is posted as JSON.
+// Throws NoKey, and an Error with the server's own sentence.
 export async function request(path, { body, signal } = {}) {
   for (;;) {
     if (wantsKey() && !await askForKey()) throw new NoKey("This server needs an API key.");

@@ -1,4 +1,4 @@
-// The conversation that is shown: what is asked, and how its answers arrive.
+// The conversation on the page: its questions, and its answers as they arrive.
 
 import { events, request } from "./api.js";
 import * as composer from "./composer.js";
@@ -8,12 +8,12 @@ import * as settings from "./settings.js";
 import * as store from "./store.js";
 import * as turn from "./turn.js";
 
-const MOST_HEARD = 1000; // characters of an answer for a screen reader
+const MOST_HEARD = 1000; // characters of an answer that a screen reader gets
 const LONGEST_TITLE = 60;
 const [log, send, stop] = ["log", "send", "stop"].map(at);
 const does = { edit, again, resume };
 
-let kept = store.fresh(); // the conversation, as in store.js
+let kept = store.fresh(); // the conversation on the page, as in store.js
 let going = null; // the running answer: controller, answer, and its place among the messages
 let tell = () => {};
 let listed = () => {};
@@ -21,7 +21,7 @@ let listed = () => {};
 export const total = () => kept.total;
 export const current = () => kept;
 
-// onAnswer: called with "begin" and "end" of an answer. onSaved: called when a conversation was saved.
+// onAnswer: called with "begin" and "end" of each answer. onSaved: called when a conversation was saved.
 export async function start(onAnswer, onSaved) {
   [tell, listed] = [onAnswer, onSaved];
   settings.start(() => {
@@ -46,10 +46,10 @@ export async function start(onAnswer, onSaved) {
     failed = true;
   }
   open(found ?? store.fresh());
-  if (failed) complain("This browser keeps no conversations for this page: they end with it.");
+  if (failed) complain("This browser stores no conversations for this page: they are lost when it is closed.");
 }
 
-// What the gauge counts: all texts, or beside those of which the server has told the number, the draft.
+// The texts for the gauge to count: all of them, or just the draft if the server has told the tokens of the rest (known).
 function counted() {
   if (going) return null;
   const { content, files } = composer.draft();
@@ -61,13 +61,13 @@ function counted() {
 // conversations
 //
 
-// Show a conversation. What is running in another one stops.
+// Show a conversation. An answer that is running in another one is stopped.
 export function open(conversation) {
   going?.controller.abort();
   complain("");
   take(conversation);
   const question = kept.messages.at(-1);
-  if (question?.role === "user") { // without an answer (the page was closed) it becomes a draft again: two in a row confuse a model
+  if (question?.role === "user") { // a question without an answer (the page was closed) becomes a draft again: two questions in a row confuse a model
     kept.messages.pop();
     redraw();
     const { content, files } = composer.draft();
@@ -101,7 +101,7 @@ async function save(conversation) {
     await store.put(conversation);
     listed();
   } catch {
-    if (!at("alert").textContent) complain("This browser cannot keep the conversation: it will not survive a reload.");
+    if (!at("alert").textContent) complain("This browser cannot store the conversation: a reload will lose it.");
   }
 }
 
@@ -119,7 +119,7 @@ function redraw() {
 }
 
 //
-// what can be asked
+// questions
 //
 
 const answered = () => ({ role: "assistant", content: "", thinking: "", torn: "", figures: {} });
@@ -137,7 +137,7 @@ function say() {
   });
 }
 
-// Answer a question anew; later turns go.
+// Answer a question again. Later turns are removed.
 function again(answer) {
   const before = cut(kept.messages.indexOf(answer));
   if (before) respond(answered(), before);
@@ -160,12 +160,12 @@ function resume(answer) {
   respond(answer, () => {}, true);
 }
 
-// End the conversation before a place, if the user agrees to lose what follows. more: messages that are replaced anyway.
-// Returns what undoes it, or null.
+// Cut the conversation off before a message, if the user agrees to lose those after it. more: messages that are replaced anyway.
+// Returns a function that undoes the cut; null if the user declines, or an answer is running.
 function cut(place, more = 0) {
   const lost = kept.messages.length - place - 1 - more;
   if (going || place < 0) return null;
-  if (lost > 0 && !confirm(`This replaces the ${lost} later message${lost > 1 ? "s" : ""} of the conversation. Go on?`)) return null;
+  if (lost > 0 && !confirm(`This replaces the ${lost} later message${lost > 1 ? "s" : ""} of the conversation. Continue?`)) return null;
   const [conversation, before, tokens] = [kept, kept.messages, kept.total];
   kept.messages = before.slice(0, place);
   kept.total = 0;
@@ -177,7 +177,7 @@ function cut(place, more = 0) {
 // an answer
 //
 
-// Ask for an answer to the messages, or for more of the last one. undo: called if nothing comes of it.
+// Ask for an answer to the messages or, with goesOn, for more of the last answer. undo: called if no text arrives.
 async function respond(answer, undo, goesOn = false) {
   const [conversation, before, torn] = [kept, answer.content.length + answer.thinking.length, answer.torn];
   at("empty").hidden = true;
@@ -194,8 +194,8 @@ async function respond(answer, undo, goesOn = false) {
     if (!controller.signal.aborted) complain(err instanceof TypeError ? "The server cannot be reached." : err.message);
   }
   end(controller);
-  if (["stopped", "broken"].includes(answer.torn)) conversation.total = 0; // the server did not say it
-  if (answer.torn && answer.content.length + answer.thinking.length === before) { // nothing came: all is as it was
+  if (["stopped", "broken"].includes(answer.torn)) conversation.total = 0; // the server did not report it
+  if (answer.torn && answer.content.length + answer.thinking.length === before) { // no text arrived: restore everything
     answer.torn = torn;
     undo();
     if (conversation === kept) redraw();
@@ -211,20 +211,20 @@ async function respond(answer, undo, goesOn = false) {
   gauge.later();
 }
 
-// The element of an answer that goes on.
+// The element of an answer that is continued.
 function shown(answer) {
   log.querySelector(".turn:last-of-type").remove();
   return turn.show(answer, does);
 }
 
-// The first question came to nothing.
+// Remove a conversation whose first question got no answer.
 async function forget(conversation) {
   conversation.rev = 0;
   await store.remove(conversation.id).catch(() => {});
   listed();
 }
 
-// A screen reader gets an answer at its end, not word by word.
+// Give an answer to a screen reader at its end, not word by word.
 function heard(answer) {
   const text = answer.content.slice(0, MOST_HEARD);
   at("heard-answer").textContent = text + (answer.content.length > MOST_HEARD ? " ... The rest is in the conversation." : "");
@@ -268,7 +268,7 @@ function wanted(goesOn) {
 
 // Show an answer as it arrives.
 async function hear(answer, parts, body, signal) {
-  // tokens of the answer before; nobody has counted those of one that was stopped
+  // tokens of the answer so far; those of a stopped answer are unknown
   const [began, said] = [performance.now(), answer.content || answer.thinking ? answer.figures.answer : 0];
   let [first, last] = [0, 0];
   const left = timeLeft();
@@ -294,7 +294,7 @@ async function hear(answer, parts, body, signal) {
   }
 }
 
-// first: seconds to the first token. rest: seconds for the others.
+// first: seconds to the first token. rest: seconds for the other tokens.
 function account(answer, usage, said, first, rest) {
   const n = usage.completion_tokens;
   kept.total = usage.total_tokens;
@@ -308,7 +308,7 @@ function toEnd() {
   log.scrollTop = log.scrollHeight;
 }
 
-// How long the rest of a prompt takes at the pace so far: "", until that is known.
+// The time that the rest of a prompt takes at the pace so far; "" until the pace is known.
 function timeLeft() {
   let began = 0;
   let at = 0;

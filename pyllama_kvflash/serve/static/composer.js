@@ -16,7 +16,7 @@ export function start(send, stop) {
     send();
   });
   ask.addEventListener("keydown", (event) => {
-    // a phone has no Shift+Enter: there Enter begins a line
+    // on a phone, which has no Shift+Enter, Enter begins a new line
     if (event.key !== "Enter" || event.shiftKey || composes(event) || matchMedia("(pointer: coarse)").matches) return;
     event.preventDefault();
     send();
@@ -41,7 +41,7 @@ export function start(send, stop) {
 }
 
 async function add(list) {
-  added.push(...await files.read([...list])); // the list is emptied with its field
+  added.push(...await files.read([...list])); // a copy, since the list is emptied with its field
   show();
   ask.focus();
 }
@@ -54,7 +54,7 @@ export function set({ content = "", files: those = [] } = {}) {
   show();
 }
 
-// Give back what could not be sent, before what was typed meanwhile.
+// Put back a message that could not be sent, before the text typed meanwhile.
 export function giveBack({ content, files: those }) {
   set({ content: [content, ask.value].filter(Boolean).join("\n\n"), files: [...those, ...added] });
 }
@@ -73,7 +73,7 @@ function show() {
   changed();
 }
 
-// The field is as high as its text, up to a limit of the style sheet.
+// Make the field as high as its text, up to the style sheet's limit.
 function changed() {
   ask.style.height = "";
   if (ask.scrollHeight > ask.clientHeight) ask.style.height = `${ask.scrollHeight + 2}px`;
@@ -82,7 +82,7 @@ function changed() {
 
 export const named = ({ name, text }) => `${name}, ${count(text.length)} characters`;
 
-// A question as the model reads it: the files, then what was typed.
+// A question as the model reads it: the files, then the typed text.
 export const whole = ({ content, files: those = [] }) => [
   ...those.map(({ name, text }) => (those.length > 1 ? `File ${name}:\n\n${text}` : text)), content,
 ].filter(Boolean).join("\n\n");

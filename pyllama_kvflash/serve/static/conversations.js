@@ -5,7 +5,7 @@ import { at, button, complain, download, element, isFolded, keepFolded, tell } f
 import * as store from "./store.js";
 
 const NAME = "kvflash.list"; // whether it is folded
-const narrow = matchMedia("(max-width: 1150px)"); // there it lies over the chat, as in the style sheet
+const narrow = matchMedia("(max-width: 1150px)"); // there the list covers the chat, as in the style sheet
 
 export function start() {
   at("new").addEventListener("click", () => {
@@ -26,7 +26,7 @@ export function start() {
   fold(narrow.matches || isFolded(NAME));
 }
 
-// byHand: the user wants it so.
+// byHand: the user did it, so remember it.
 function fold(value, byHand = false) {
   at("list").hidden = value;
   at("list-open").setAttribute("aria-expanded", String(!value));
@@ -41,10 +41,10 @@ export async function show() {
   turn += 1;
   const mine = turn;
   const all = await store.list().catch(() => []);
-  if (mine !== turn || at("rename")) return; // it is being renamed: the end of that shows it
+  if (mine !== turn || at("rename")) return; // a conversation is being renamed: the list is shown again afterwards
   const { id } = chat.current();
   const now = JSON.stringify([id, all.map((one) => [one.id, one.title])]);
-  if (now === drawn) return; // a click on what is replaced would be lost
+  if (now === drawn) return; // replacing an element would lose a click on it
   drawn = now;
   const focused = at("conversations").contains(document.activeElement) ? document.activeElement.dataset.id : null;
   at("conversations").replaceChildren(...all.map((one) => row(one, one.id === id)));
@@ -78,7 +78,7 @@ async function choose(id) {
   if (id !== chat.current().id) {
     const found = await store.get(id).catch(() => null);
     if (found) chat.open(found);
-    else complain("This conversation cannot be read any more.");
+    else complain("This conversation can no longer be read.");
   }
   if (narrow.matches) {
     fold(true);

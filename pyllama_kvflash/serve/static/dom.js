@@ -1,8 +1,8 @@
-// What several parts of the page need: elements, numbers in words, copying.
+// Helpers for several parts of the page: elements, numbers in words, copying.
 
 export const at = (id) => document.getElementById(id);
 
-// text: never as HTML; a model may write anything.
+// text: never read as HTML, since a model may write anything.
 export function element(tag, className = "", text = "") {
   const res = document.createElement(tag);
   if (className) res.className = className;
@@ -19,19 +19,19 @@ export function button(text, label, onClick, className = "") {
   return res;
 }
 
-// Change a text only if it differs: a screen reader, and a selection, notice each change.
+// Change a text only if it differs: each change disturbs screen readers and selections.
 export function write(where, text) {
   if (where.textContent !== text) where.textContent = text;
 }
 
-// Change what is in a box; who looked at its end, still does.
+// Change the contents of a box. If it was scrolled to its end, it stays there.
 export function keepEnd(box, change) {
   const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
   change();
   if (isAtEnd) box.scrollTop = box.scrollHeight;
 }
 
-// Whether a part of the page was folded when it was left, by its name in the storage, which a browser may block; else what is usual.
+// Whether a part of the page was folded when the user left, by its name in the storage. usual: the answer if the storage has none.
 export function isFolded(name, usual = false) {
   try {
     return (localStorage.getItem(name) ?? (usual && "folded")) === "folded";
@@ -43,7 +43,7 @@ export function isFolded(name, usual = false) {
 export function keepFolded(name, value) {
   try {
     localStorage.setItem(name, value ? "folded" : "open");
-  } catch { /* then it lasts as long as the page */ }
+  } catch { /* blocked: it lasts as long as the page */ }
 }
 
 // A time in words: "42 s", "3:05", "1:03:05".
@@ -70,24 +70,24 @@ export function complain(text) {
   at("alert").textContent = text;
 }
 
-// A line for a screen reader.
+// Say a line to a screen reader.
 export function tell(text) {
   at("told").textContent = "";
   at("told").textContent = text;
 }
 
-// A button that copies a text. get: returns it.
+// A button that copies a text. get: returns the text.
 export function copier(label, get) {
   const res = button("Copy", label, async () => {
     const done = await copy(get());
     res.textContent = done ? "Copied" : "Not copied";
-    tell(done ? "Copied" : "The browser did not let the page copy.");
+    tell(done ? "Copied" : "The browser did not allow copying.");
     setTimeout(() => { res.textContent = "Copy"; }, 1500);
   }, "copy");
   return res;
 }
 
-// Outside of https and localhost a page has no clipboard, but may copy what is selected.
+// Outside of https and localhost, a page has no clipboard, but may copy the selection.
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -105,7 +105,7 @@ async function copy(text) {
   }
 }
 
-// Give a file to the user.
+// Offer a file to the user as a download.
 export function download(name, text) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));

@@ -1,20 +1,20 @@
-// What the panel says of the pool in words and numbers.
+// The pool in words and numbers, for the panel.
 
 import { at, bytes, count, element, time, write } from "./dom.js";
 
 const share = (n, of) => `${((100 * n) / of).toFixed(n === of ? 0 : 1)} %`;
 
-// all: what the server said. s: the sequence that is shown.
+// all: the server's report. s: the sequence on the page.
 export function describe(all, s) {
   write(at("plain"), plain(all));
   write(at("summary"), summary(all, s));
   figures(all, s);
 }
 
-// What the panel shows, for someone who knows nothing of pools.
+// An explanation of the panel for someone who knows nothing about pools.
 function plain({ pool_cells: cells, chunk, policy, gpu }) {
-  if (cells === null) return `There is no pool: all that the model has read stays ${gpu ? "on the GPU" : "in its cache"}, so nothing has to wait elsewhere.`;
-  const part = policy === "fresh" ? "those filled in part are read by some of its layers only, and " : "";
+  if (cells === null) return `There is no pool: everything that the model has read stays ${gpu ? "on the GPU" : "in its cache"}.`;
+  const part = policy === "fresh" ? "partly filled ones are read by some of its layers only, and " : "";
   return `Each square is ${count(chunk)} tokens of the text: the model reads the filled ones${gpu ? ", on the GPU," : ""} for its next word,`
     + ` ${part || "and "}empty ones wait in RAM until they matter.`;
 }
@@ -51,7 +51,7 @@ function figures(all, s) {
   rows.flat().forEach((text, i) => write(list.children[i], text));
 }
 
-// Of the chunks that not all layers have: how many some have, and in how many layers those are.
+// Of the chunks that not all layers hold: how many some layers hold, and how many layers hold them on average.
 function layers(all, { state, layers: counts }) {
   const out = counts.filter((_, chunk) => state[chunk] !== "1");
   const some = out.filter((n) => n > 0);

@@ -1,11 +1,11 @@
-// Texts of files that are added to a message.
+// The texts of files that the user adds to a message.
 
 import { complain } from "./dom.js";
 
 const LIBRARY = "./lib/pdf.min.mjs";
 const WORKER = new URL("./lib/pdf.worker.min.mjs", import.meta.url).href;
 
-// Returns the files that could be read: name and text. Says which could not.
+// Returns the name and the text of each file that could be read. Tells the user about the others.
 export async function read(files) {
   const found = [];
   const wrong = [];
@@ -22,14 +22,14 @@ export async function read(files) {
 
 const isPdf = ({ name, type }) => type === "application/pdf" || name.toLowerCase().endsWith(".pdf");
 
-// As the commands read texts: UTF-8, or UTF-16 with a byte order mark.
+// The text of a file in UTF-8, or in UTF-16 with a byte order mark, as the commands read it.
 async function plain(file) {
   try {
     const bytes = new Uint8Array(await file.arrayBuffer());
     const encoding = { "255,254": "utf-16le", "254,255": "utf-16be" }[bytes.slice(0, 2)] ?? "utf-8";
     const text = new TextDecoder(encoding, { fatal: true }).decode(bytes);
     if (!text.includes("\0")) return text.replace(/\r\n?/g, "\n");
-  } catch { /* in another encoding */ }
+  } catch { /* another encoding */ }
   throw new Error(`${file.name} is not a text in UTF-8: save it as UTF-8, and add that.`);
 }
 
@@ -46,7 +46,7 @@ async function pdf(file) {
     text = pages.join("\n\n").trim();
     await task.destroy();
   } catch {
-    throw new Error(`${file.name} cannot be read as a PDF: make a text of it (pdftotext), and add that.`);
+    throw new Error(`${file.name} cannot be read as a PDF: convert it to text (pdftotext), and add that.`);
   }
   if (!text) throw new Error(`${file.name} has no text, only images: recognize its text first (ocrmypdf).`);
   return text;

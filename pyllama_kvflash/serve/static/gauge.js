@@ -1,25 +1,25 @@
-// How full the context is with the conversation and what is about to be sent.
+// The gauge: how much of the context the conversation and the draft fill.
 
 import { request } from "./api.js";
 import { at, count, write } from "./dom.js";
 import { context } from "./served.js";
 
-const PAUSE = 400; // ms without a key, until the draft is counted
+const PAUSE = 400; // ms after the last key until the draft is counted
 const PART = 150_000; // characters counted at once
-const KEPT = 200; // parts whose count is kept
+const KEPT = 200; // parts whose counts are cached
 
-const counts = new Map(); // of parts of texts
+const counts = new Map(); // of tokens, by part of a text
 let timer = 0;
-let turn = 0; // the last count that has begun
+let turn = 0; // number of the latest count
 let get = () => null;
 
-// what: returns the texts to count and the tokens that are known beside them, or null while it cannot be said.
+// what: returns the texts to count and the number of tokens known already, or null while the texts are changing.
 export function start(what) {
   get = what;
   document.addEventListener("props", later);
 }
 
-// Something has changed.
+// Count again soon, after a change.
 export function later() {
   clearTimeout(timer);
   timer = setTimeout(look, PAUSE);

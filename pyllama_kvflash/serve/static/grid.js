@@ -1,6 +1,6 @@
 // The squares: one for each chunk, drawn on a canvas, because there may be thousands.
 
-const GAP = 0.16; // of a cell, between squares
+const GAP = 0.16; // between squares, as a share of a cell
 const ABOVE = 3; // pixels for the marks around the first row
 const STYLES = ["cold", "hot", "out", "kept", "pinned", "back", "mark", "ink", "quiet", "panel"];
 
@@ -9,9 +9,9 @@ export function colours() {
   return Object.fromEntries(STYLES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-// Lay out n squares in a box of this width: as few rows as possible, with squares large enough to point at.
+// Lay out n squares in a box of a width: as few rows as possible, with squares large enough to point at.
 export function layout(n, width, chunk) {
-  const left = 40; // for the positions at which rows begin
+  const left = 40; // margin for the position at which each row begins
   const found = [16, 32, 48, 64].map((columns) => {
     const cell = Math.max(3, Math.min(26, Math.floor((width - left) / columns)));
     return { columns, cell, left, chunk, n, rows: Math.ceil(n / columns) };
@@ -29,8 +29,9 @@ export const corner = (place, chunk) => [
   place.left + (chunk % place.columns) * place.cell, Math.floor(chunk / place.columns) * place.cell,
 ];
 
-// One square. what: state "0" (out) or "1" (in the pool), kind "p", "s", "t" or "-", heat 0 to 1 or null,
-// share: of the layers that hold it, if not all do, 0 to 1 (policy fresh), back: it has just come back, left: it has just left. Each has its own shape, too.
+// Draw one square. what: state "0" (out) or "1" (in the pool), kind "p", "s", "t" or "-", heat 0 to 1 or null, share: of the
+// layers that hold the chunk, 0 to 1, if not all do (policy fresh), back, left: it has just come back, or left. Each kind and
+// move has a shape of its own, not just a colour.
 export function square(g, c, x, y, cell, what) {
   const gap = Math.max(1, Math.round(cell * GAP));
   const size = cell - gap;
@@ -73,7 +74,7 @@ export function square(g, c, x, y, cell, what) {
   }
 }
 
-// All of them. focus: chunk with a frame, or null.
+// Draw all squares. focus: the chunk with a frame, or null.
 export function draw(canvas, place, whats, focus) {
   const scale = window.devicePixelRatio || 1;
   const [width, height] = [place.left + place.columns * place.cell, place.rows * place.cell + 2 * ABOVE];
@@ -88,7 +89,7 @@ export function draw(canvas, place, whats, focus) {
   g.textAlign = "right";
   g.textBaseline = "top";
   g.fillStyle = c.quiet;
-  const step = Math.ceil(12 / place.cell); // rows between two positions that can be read
+  const step = Math.ceil(12 / place.cell); // rows between two positions, far enough apart to read
   for (let row = 0; row < place.rows; row += step) {
     g.fillText(position(row * place.columns * place.chunk), place.left - 7, row * place.cell + Math.max(0, (place.cell - 12) / 2));
   }
@@ -96,7 +97,7 @@ export function draw(canvas, place, whats, focus) {
   if (focus !== null && focus < place.n) {
     const [x, y] = corner(place, focus);
     const size = place.cell - Math.max(1, Math.round(place.cell * GAP));
-    // outside of the square, with light between: it shows on any colour
+    // outside the square, with a light gap, to be visible on any colour
     for (const [colour, width, by] of [[c.panel, 4, 1], [c.ink, 2, 2]]) {
       g.strokeStyle = colour;
       g.lineWidth = width;

@@ -1,18 +1,18 @@
-// Markdown of an answer, drawn as it grows. Whatever a model writes, only the elements below are made.
+// An answer's Markdown, drawn as it grows. Whatever a model writes, only the elements below are created.
 
 import DOMPurify from "./lib/purify.es.mjs";
 import hljs from "./lib/highlight.min.js";
 import { Marked } from "./lib/marked.esm.js";
 import { copier, element } from "./dom.js";
 
-const LONGEST = 50_000; // characters of code that is highlighted
-const PAUSE = 80; // ms between two drawings of an answer that grows
+const LONGEST = 50_000; // most characters of code that is highlighted
+const PAUSE = 80; // ms between two drawings of a growing answer
 const ALLOWED = {
   ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p",
     "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"],
   ALLOWED_ATTR: ["align", "class", "href", "start"],
   ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false,
-  ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i, // a relative address would be one of this server
+  ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i, // a relative address would point to this server
   RETURN_DOM_FRAGMENT: true,
 };
 const SAFE = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
@@ -22,7 +22,7 @@ const plain = (text) => `<p>${escaped(text.trim()).replaceAll("\n", "<br>")}</p>
 const marked = new Marked({
   gfm: true, breaks: true,
   renderer: {
-    // shown, not obeyed
+    // HTML is shown as text
     html: ({ text, block }) => (block ? plain(text) : escaped(text)),
     // "42." is an answer, not a list without items
     list: ({ items, raw }) => items.every(({ text }) => !text) && plain(raw),
@@ -33,10 +33,10 @@ const marked = new Marked({
 
 const clean = (html) => DOMPurify.sanitize(html, ALLOWED);
 
-// Returns what shows a growing text in an element: call it with the whole text, and at its end with true.
-// Only the blocks that have changed are drawn again, so that a selection stays. around: calls what changes the page.
+// Returns a function that shows a growing text in an element: call it with the text so far, and at the end also with true.
+// It draws only the blocks that have changed, so that a selection stays. around: called with each function that changes the page.
 export function drawing(parent, around) {
-  let drawn = []; // of each block: its source, and its nodes
+  let drawn = []; // source and nodes of each block
   let timer = 0;
   let text = "";
   const draw = () => {
@@ -74,7 +74,7 @@ function finish(found) {
     const box = element("div", "wide-table");
     table.replaceWith(box);
     box.append(table);
-    box.tabIndex = 0; // keys scroll it
+    box.tabIndex = 0; // so that keys can scroll it
     box.setAttribute("role", "region");
     box.setAttribute("aria-label", "Table");
   }

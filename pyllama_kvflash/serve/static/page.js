@@ -1,4 +1,4 @@
-// The page: the list of conversations, the chat, the pool, and their common parts.
+// The page: connects the list of conversations, the chat and the pool.
 
 import { askForKey } from "./api.js";
 import * as chat from "./chat.js";

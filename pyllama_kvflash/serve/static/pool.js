@@ -7,11 +7,11 @@ import { chunkAt, colours, corner, draw, layout, square } from "./grid.js";
 import { learn } from "./served.js";
 
 const EVERY = 1000; // ms between two updates
-const SHOWN = 2500; // ms for which a move is marked
+const SHOWN = 2500; // ms for which a moved chunk is marked
 const PLACES = ["out, in host memory", "in the pool"];
 const KINDS = { p: "pinned", s: "kept: the beginning", t: "kept: the end" };
 const LEGEND = [
-  ["in the pool, the hotter the stronger", { state: "1", kind: "-", heat: 0.1 }, { state: "1", kind: "-", heat: 1 }],
+  ["in the pool: a stronger colour is hotter", { state: "1", kind: "-", heat: 0.1 }, { state: "1", kind: "-", heat: 1 }],
   ["in some of the layers", { state: "0", kind: "-", share: 0.25 }, { state: "0", kind: "-", share: 0.75 }],
   ["out", { state: "0", kind: "-" }],
   ["beginning or end", { state: "1", kind: "t" }],
@@ -22,9 +22,9 @@ const LEGEND = [
 
 const [grid, box, pin, heard] = ["grid", "box", "pin", "heard"].map(at);
 
-let seen = null; // the last answer of the server
+let seen = null; // the server's last report
 let shown = 0; // the sequence whose chunks are shown
-let byHand = false; // whether the user chose it
+let byHand = false; // whether the user chose the sequence
 let mine = 0; // tokens of the conversation in the chat; 0: unknown
 let focus = 0; // the chunk that arrow keys have chosen
 let pointed = null; // the chunk under the pointer
@@ -32,7 +32,7 @@ let place = null; // the layout of the squares
 let timer = 0;
 let looking = false;
 let texts = new Map();
-let moves = new Map(); // of the sequence shown: chunk -> when it moved
+let moves = new Map(); // when chunks of the shown sequence moved, by chunk
 
 export function start(total) {
   mine = total;
@@ -46,7 +46,7 @@ export function start(total) {
   at("before").addEventListener("click", () => move(focus - 1));
   at("after").addEventListener("click", () => move(focus + 1));
   new ResizeObserver(() => redraw()).observe(at("pool"));
-  new MutationObserver(() => { // another theme
+  new MutationObserver(() => { // the theme has changed
     legend(true);
     redraw();
   }).observe(document.documentElement, { attributeFilter: ["data-theme"] });
@@ -56,7 +56,7 @@ export function start(total) {
   look();
 }
 
-// An answer in the chat begins ("begin") or has ended ("end"), with so many tokens in the conversation.
+// Called when an answer in the chat begins ("begin") or has ended ("end"), with the tokens of the conversation.
 export function follow(what, total) {
   if (what === "begin") byHand = false;
   mine = what === "begin" ? 0 : total;
@@ -104,14 +104,14 @@ function take(found) {
   redraw();
 }
 
-// The sequence to show, unless the user chose one: that of the conversation in the chat.
+// The sequence to show: the user's choice, else the one with the conversation in the chat.
 function choose() {
   const all = seen.sequences;
   if (shown >= all.length) shown = 0;
   if (byHand) return;
   const found = mine
     ? all.findIndex((s) => Math.abs(s.n_tokens - mine) <= 1)
-    : all.findIndex((s, i) => s.busy && (i === shown || !all[shown].busy)); // prefer the one shown
+    : all.findIndex((s, i) => s.busy && (i === shown || !all[shown].busy)); // prefer the shown one
   const was = shown;
   if (found >= 0) shown = found;
   else if (!all[shown].n_tokens) shown = Math.max(0, all.findIndex((s) => s.n_tokens));
@@ -176,7 +176,7 @@ function sequences() {
   });
 }
 
-// The legend. anew: colours have changed.
+// Draw the legend. anew: even if it is there, because colours have changed.
 function legend(anew) {
   const scale = window.devicePixelRatio || 1;
   const shown = LEGEND.filter(([, what]) => !what.share || seen?.policy === "fresh");
@@ -208,7 +208,7 @@ function redraw() {
   focus = Math.max(0, Math.min(focus, n - 1));
   place = layout(n, box.clientWidth - 8, seen.chunk); // less its padding
   Object.assign(grid.dataset, { columns: place.columns, cell: place.cell, left: place.left, sequence: s.id });
-  const heat = ranks(s.score.map((score, chunk) => (s.state[chunk] === "1" ? score : null))); // the others are all colder
+  const heat = ranks(s.score.map((score, chunk) => (s.state[chunk] === "1" ? score : null))); // all others are colder
   const whats = [...s.state].map((state, chunk) => {
     const moved = moves.has(chunk);
     const share = s.layers.length ? s.layers[chunk] / seen.n_layer : 0;
@@ -282,7 +282,7 @@ async function showText(s, chunk) {
 // The text is requested only if the pointer stays for a moment.
 const rest = () => new Promise((resolve) => setTimeout(resolve, 80));
 
-// A text is requested once: only a chunk that is not full changes.
+// The name under which a text is cached: only the text of a chunk that is not full changes.
 function named(s, chunk) {
   const full = (chunk + 1) * seen.chunk <= s.n_tokens;
   return `${s.id}/${s.text_id}/${chunk}/${full ? "" : s.n_tokens}`;
@@ -317,7 +317,7 @@ function point(chunk) {
 function click(event) {
   const chunk = under(event);
   if (chunk === null) return;
-  const first = event.pointerType === "touch" && chunk !== focus; // the first tap of a finger only chooses
+  const first = event.pointerType === "touch" && chunk !== focus; // the first tap only selects the chunk
   focus = chunk;
   if (event.pointerType === "touch") pointed = null;
   redraw();
@@ -348,7 +348,7 @@ function move(to) {
   say(focus);
 }
 
-// A screen reader reads number and state as the slider's value, and the text when the keys rest.
+// A screen reader hears number and state as the slider's value, and the text once no key is pressed for a moment.
 let resting = 0;
 
 function say(chunk) {

@@ -1,16 +1,16 @@
-// What the server says of itself and of its model (/props), and the dialog that shows it.
+// The server's facts about itself and its model (/props), and the dialog that shows them.
 
 import { request } from "./api.js";
 import { at, bytes, count, element } from "./dom.js";
 
 let props = null;
-let asked = ""; // the run of the server that was asked
+let asked = ""; // the server run whose facts were requested
 
 export const defaults = () => props?.default_generation_settings.params ?? {};
 export const hasPool = () => Boolean(props?.kvflash?.pool);
 export const context = () => props?.default_generation_settings.n_ctx ?? 0;
 
-// Ask a server that is ready, once a run. Tells the page by an event.
+// Request the facts of a server that is ready, once per run. The page is told by the event "props".
 export async function learn(run) {
   if (asked === run) return;
   asked = run;
@@ -44,7 +44,7 @@ function fill() {
     ["Context", `${count(context())} tokens${meta.n_ctx_train ? `; the model was trained for ${count(meta.n_ctx_train)}` : ""}`],
     ["Pool", own.pool ? `${count(own.pool)} tokens, chosen by ${own.policy}` : "none: the full cache"],
     ["At once", `${count(props.total_slots)} ${props.total_slots === 1 ? "conversation" : "conversations"}`],
-    ["Template", caps.length ? `takes ${caps.join(", ")}` : "plain"],
+    ["Template", caps.length ? `supports ${caps.join(", ")}` : "plain"],
     ["File", props.model_path],
     ["Server", props.build_info],
   ].filter(([, text]) => text);

@@ -1,9 +1,9 @@
-// The settings of a conversation: what each request says beside its messages. An empty field is the server's own value.
+// The settings of a conversation: the fields of each request beside its messages. An empty field stands for the server's value.
 
 import { at, element } from "./dom.js";
 import { defaults } from "./served.js";
 
-// name in a request and in /props, label, least, most, step; beside these, all others that the server has
+// name in a request and in /props, label, least, most, step; the dialog has fields for the server's other settings, too
 const FIELDS = [
   ["temperature", "Temperature", 0, 2, "any"],
   ["top_k", "Top K", 0, 2 ** 31 - 1, 1],
@@ -13,10 +13,10 @@ const FIELDS = [
   ["presence_penalty", "Presence penalty", -2, 2, "any"],
   ["frequency_penalty", "Frequency penalty", -2, 2, "any"],
   ["seed", "Seed", -1, 2 ** 32 - 2, 1],
-  ["max_tokens", "Most tokens of an answer", 1, 2 ** 31 - 1, 1],
+  ["max_tokens", "Token limit of an answer", 1, 2 ** 31 - 1, 1],
 ];
 const TEXTS = ["system", "stop", "samplers"];
-const fields = new Map(); // of the dialog, by name
+const fields = new Map(); // the dialog's number fields, by name
 
 let settings = {};
 let save = () => {};
@@ -54,7 +54,7 @@ function take(name, field) {
   });
 }
 
-// The server has said what its values are.
+// Show the server's values, once they are known.
 function known() {
   const values = defaults();
   const others = Object.keys(values).filter((name) => typeof values[name] === "number" && !fields.has(name));
@@ -78,7 +78,7 @@ export function use(those) {
   for (const [name, field] of fields) field.value = settings[name] ?? "";
 }
 
-// What a request says beside its messages.
+// The fields of a request beside its messages.
 export function asked() {
   const body = {};
   for (const name of fields.keys()) {

@@ -1,12 +1,12 @@
 // The conversations, in this browser's database: local storage is too small for long texts.
 //
 // A conversation: id, title, named (by the user), changed (when), rev (how often it was saved), settings, total (its
-// tokens as the server counted them; 0: unknown), messages. A message: role, content, and of a question, files (name, text);
-// of an answer, thinking, torn (why it has no end: "stopped", "broken", "length"), figures.
+// tokens as the server counted them; 0: unknown), messages. A message has role and content; a question also has files (name,
+// text), an answer thinking, torn (why it is incomplete: "stopped", "broken", "length"; "": it is complete) and figures.
 
 const STORE = "conversations";
 const TAB = "kvflash.tab"; // the conversation of this tab
-const TORN = "kvflash.torn"; // an answer that the page's end cut off
+const TORN = "kvflash.torn"; // an answer that was cut off when the page was closed
 const TORNS = ["stopped", "broken", "length"];
 const channel = "BroadcastChannel" in window ? new BroadcastChannel("kvflash") : null;
 
@@ -19,7 +19,7 @@ const opened = new Promise((resolve, reject) => {
   request.addEventListener("success", () => resolve(request.result));
   request.addEventListener("error", () => reject(request.error));
 });
-opened.catch(() => {}); // each use says it
+opened.catch(() => {}); // each use of it reports the error
 
 const result = (request) => new Promise((resolve, reject) => {
   request.addEventListener("success", () => resolve(request.result));
@@ -40,7 +40,7 @@ export function onOther(onChange) {
   channel?.addEventListener("message", ({ data }) => onChange(data));
 }
 
-// Their ids and titles, the newest first.
+// The ids and titles of all conversations, newest first.
 export async function list() {
   const index = (await conversations("readonly")).index("listed");
   const found = [];
@@ -62,10 +62,10 @@ export async function get(id) {
 
 let saving = Promise.resolve();
 
-// Save a conversation, after those before. If another tab has saved it meanwhile, this one becomes a copy.
+// Save a conversation, after the earlier saves. If another tab has saved it meanwhile, this one becomes a copy.
 export function put(conversation) {
   const saved = saving.then(() => write(conversation));
-  saving = saved.catch(() => {}); // who saves it says so
+  saving = saved.catch(() => {}); // the caller of put() reports the error
   return saved;
 }
 
@@ -86,7 +86,7 @@ export async function remove(id) {
   channel?.postMessage(id);
 }
 
-// Add what a file holds that export made. Returns how many conversations there are in it. Throws an Error.
+// Add the conversations of an exported file. Returns their number. Throws an Error.
 export async function add(text) {
   let found;
   try {
@@ -106,7 +106,7 @@ export async function every() {
   return (await result((await conversations("readonly")).getAll())).map(checked).filter(Boolean);
 }
 
-// What was stored or imported may be damaged, or foreign. Returns null if nothing of it can be used.
+// Check a stored or imported conversation, which may be damaged or foreign. Returns its usable parts, or null.
 function checked(found) {
   if (!Array.isArray(found?.messages)) return null;
   const text = (value) => (typeof value === "string" ? value : "");
@@ -140,13 +140,13 @@ function tab(name, value) {
     if (value === undefined) return JSON.parse(sessionStorage.getItem(name));
     if (value === null) sessionStorage.removeItem(name);
     else sessionStorage.setItem(name, JSON.stringify(value));
-  } catch { /* it is blocked, damaged, or full */ }
+  } catch { /* the storage is blocked, damaged, or full */ }
   return null;
 }
 
 export const remember = (id) => tab(TAB, id);
 
-// The conversation that this tab had; in a new tab, the last one of any. at, answer: as for keepTorn().
+// The conversation that this tab had; in a new tab, the newest of all.
 export async function last() {
   const [id, torn] = [tab(TAB), tab(TORN)];
   tab(TORN, null);
@@ -163,5 +163,5 @@ export async function newest() {
   return first ? get(first.id) : null;
 }
 
-// The page ends: keep a partial answer. The database may be too slow for that.
+// Keep a partial answer in the session storage as the page is closed: the database may be too slow.
 export const keepTorn = (id, at, answer) => tab(TORN, { id, at, answer });

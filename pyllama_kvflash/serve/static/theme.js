@@ -1,4 +1,4 @@
-// Light or dark, before anything is drawn: the user's choice, else the system's.
+// Sets the theme, light or dark, before anything is drawn: the user's choice, else the system's.
 {
   const NAME = "kvflash.theme";
   const root = document.documentElement;
@@ -24,6 +24,6 @@
     set(target.value);
     try {
       localStorage.setItem(NAME, target.value);
-    } catch { /* then it lasts as long as the page */ }
+    } catch { /* blocked: it lasts as long as the page */ }
   });
 }

@@ -1,4 +1,4 @@
-// A message on the page: its text, its cost (tokens, time), and what can be done with it.
+// A message on the page: its text, its cost (tokens, time), and its buttons.
 
 import { at, button, copier, count, element, keepEnd, time } from "./dom.js";
 import { drawing } from "./markdown.js";
@@ -54,7 +54,7 @@ function questionActs(parts, message, does) {
   );
 }
 
-// The question becomes a field; its files stay.
+// Turn the question into a text field. Its files stay.
 function edit(parts, message, does) {
   const [form, field] = [element("form", "edit"), element("textarea")];
   field.setAttribute("aria-label", "The question");
@@ -93,13 +93,13 @@ function edit(parts, message, does) {
   field.focus();
 }
 
-// The answer grows.
+// Show more of an answer that is growing.
 export function grow(parts, message) {
   if (message.thinking) think(parts, message.thinking);
   parts.draw(message.content);
 }
 
-// The answer has ended.
+// Show an answer that has ended.
 export function finish(parts, message, does) {
   keepEnd(at("log"), () => ended(parts, message, does));
 }
@@ -135,7 +135,7 @@ function think(parts, text) {
   else parts.thinking.textContent = text;
 }
 
-// What an answer took. The first token comes after the queue and the reading of the prompt.
+// The cost of an answer. The time to the first token includes the queue and the reading of the prompt.
 function noted({ prompt, cached, answer, first, rate }) {
   const parts = [];
   if (rate) parts.push(`${rate.toFixed(rate < 10 ? 2 : 1)} tok/s`);
