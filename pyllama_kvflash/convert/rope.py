@@ -76,7 +76,9 @@ def _scaling(config: Config, kind: str) -> Keys:
 
 
 def _proportional(config: Config, head_dim: int, kind: str, partial: float | None) -> list[float]:
-    """Return the divisors of Gemma 4's rope, (head_dim / 2,) or []: the first pairs are rotated, the others are not."""
+    """Return the divisors of Gemma 4's rope, (head_dim / 2,) or []: the first pairs are rotated, the others stay as
+    they are.
+    """
     if kind == "default":
         return []
     if kind != "proportional" or partial is None:
