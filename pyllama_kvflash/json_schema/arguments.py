@@ -54,7 +54,7 @@ def _argument(shapes: Shapes, name: str, keys: tuple[Key, ...], *, required: boo
 def _only_named(shape: Object) -> bool:
     """Return whether an object may have any of its properties beside those that it must have, and no others."""
     n_required = sum(p.required for p in shape.properties)
-    return not shape.others and shape.low <= n_required and (shape.high is None or shape.high >= len(shape.properties))
+    return not shape.others and shape.low <= n_required and shape.high >= len(shape.properties)
 
 
 def _types(shape: Shape) -> Sequence[str]:

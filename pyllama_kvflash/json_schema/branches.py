@@ -1,6 +1,6 @@
-"""What a schema is put together from: its branches, each a set of schemas that a value must all meet."""
+"""Branches: the alternatives of a schema. Each is a set of schemas that a value must all meet."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,34 @@ Option = Sequence[Place]
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """Schemas that a value must all meet. left: keywords of theirs that this does not say, and why."""
+class _Choice:
+    """Options for a keyword of a place. A value must meet all schemas of one option."""
 
-    places: tuple[Place, ...]
-    left: tuple[tuple[Place, str, str], ...]
+    place: Place
+    keyword: str
+    options: Sequence[Option]
+
+
+@dataclass(slots=True)
+class Branch:
+    """Schemas that a value must all meet.
+
+    have: the schemas by index. choices: those that have not been made. left: keywords of the schemas that the branch does not
+    express, each with the reason.
+    """
+
+    have: dict[int, Place] = field(default_factory=dict)
+    choices: list[_Choice] = field(default_factory=list)
+    left: list[tuple[Place, str, str]] = field(default_factory=list)
+
+    def copy(self) -> "Branch":
+        """Return a copy that can grow by itself."""
+        return Branch(dict(self.have), list(self.choices), list(self.left))
+
+    @property
+    def places(self) -> Collection[Place]:
+        """The schemas, in the order of the properties they name."""
+        return self.have.values()
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -30,27 +53,6 @@ class Branch:
         return ((place, place.get(keyword)) for place in self.places if place.has(keyword))
 
 
-@dataclass(slots=True)
-class _Choice:
-    """Options of which a value must meet one, for a keyword of a place."""
-
-    place: Place
-    keyword: str
-    options: list[Option]
-
-
-@dataclass(slots=True)
-class _State:
-    """A branch as it grows."""
-
-    have: dict[int, Place] = field(default_factory=dict)
-    choices: list[_Choice] = field(default_factory=list)
-    left: list[tuple[Place, str, str]] = field(default_factory=list)
-
-    def copy(self) -> "_State":
-        return _State(dict(self.have), list(self.choices), list(self.left))
-
-
 class Branches:
     """Finds the branches of schemas in a document."""
 
@@ -58,72 +60,70 @@ class Branches:
         self._document, self._checker = document, checker
 
     def of(self, places: Sequence[Place]) -> list[Branch]:
-        """Return the branches of schemas that must all be met; none: nothing can be of them all."""
+        """Return the branches of schemas that must all be met; []: no value meets them all."""
         done: list[Branch] = []
-        todo = self._grown(places, _State())
+        todo = self._grown(places, Branch())
         while todo:
-            state = todo.pop(0)
-            if not state.choices:
-                done.append(Branch(tuple(state.have.values()), tuple(state.left)))
+            branch = todo.pop(0)
+            if not branch.choices:
+                done.append(branch)
                 continue
-            choice = state.choices.pop(0)
+            choice = branch.choices.pop(0)
             grown = []
             for option in choice.options:
-                self._document.spend(1 + (len(state.have) + len(state.choices)) // 16)  # copies are cheap
-                grown += self._grown(option, state.copy())
+                self._document.spend(1 + (len(branch.have) + len(branch.choices)) // 16)  # copies are cheap
+                grown += self._grown(option, branch.copy())
             if len(done) + len(todo) + len(grown) > MAX_BRANCHES:
-                state.left.append((choice.place, choice.keyword, f"it makes more than {MAX_BRANCHES} combinations"))
-                grown = [state]
+                branch.left.append((choice.place, choice.keyword, f"it makes more than {MAX_BRANCHES} combinations"))
+                grown = [branch]
             todo[:0] = grown
         return done
 
-    def _grown(self, option: Option, state: _State) -> list[_State]:
-        """Return a state that has an option's schemas, and those that they need; none: nothing can be of them all."""
-        todo, ordered = list(option), list[Place]()  # ordered: those that come behind what they refer to
+    def _grown(self, option: Option, branch: Branch) -> list[Branch]:
+        """Add an option's schemas to a branch, and the schemas they refer to. Returns [] if no value meets them all."""
+        todo, ordered = list(option), list[Place]()  # ordered: places that come after the ones they refer to
         while todo:
             place = todo.pop(0)
             if place.schema is False:
                 return []
             if place in ordered:
-                state.have[place.index] = state.have.pop(place.index)
-            elif place.schema is not True and place.index not in state.have:
-                state.have[place.index] = place
+                branch.have[place.index] = branch.have.pop(place.index)
+            elif place.schema is not True and place.index not in branch.have:
+                branch.have[place.index] = place
                 before, behind = self._needed(place)
                 ordered += [place] if before else []
                 todo[:0] = [*before, place, *behind] if before else behind
-                self._choose(place, state)
-        return [state]
+                self._choose(place, branch)
+        return [branch]
 
     def _needed(self, place: Place) -> tuple[list[Place], list[Place]]:
-        """Return the places that must be met with this one: those named before its `properties`, and those behind them."""
+        """Return the places that a value of this place must meet, too: those named before its `properties`, and those after."""
         res: tuple[list[Place], list[Place]] = [], []
         behind = not place.has("properties")
-        for keyword, value in place.schema.items() if isinstance(place.schema, dict) else ():
+        for keyword in place.schema if isinstance(place.schema, dict) else ():
             behind = behind or keyword == "properties"
             if keyword in REFERENCES:
                 res[behind].append(self._document.target(place, keyword))
             elif keyword == "allOf":
-                res[behind].extend(self._document.child(place, keyword, i) for i in range(len(value)))
+                res[behind].extend(self._document.children(place, keyword))
         return res
 
-    def _choose(self, place: Place, state: _State) -> None:
-        """Note what a place leaves to choose, and what it asks for that choices cannot say."""
+    def _choose(self, place: Place, branch: Branch) -> None:
+        """Add the choices of a place to a branch, and the keywords that choices cannot express."""
         for keyword in ("anyOf", "oneOf"):
             if place.has(keyword):
-                options: list[Option] = [
-                    [self._document.child(place, keyword, i)] for i in range(len(place.get(keyword)))
-                ]
-                state.choices.append(_Choice(place, keyword, options))
+                options = [[one] for one in self._document.children(place, keyword)]
+                branch.choices.append(_Choice(place, keyword, options))
         if place.has("oneOf") and not self._all_apart(place):
-            state.left.append((place, "oneOf", "its branches may have values in common: it is taken as anyOf"))
-        state.choices += self._dependent(place)
+            branch.left.append((place, "oneOf", "its branches may have values in common: it is taken as anyOf"))
+        branch.choices += self._dependent(place)
         for keyword, find in (("not", self._not), ("if", self._if)):
             if place.has(keyword):
                 found = find(place)
                 if found is None:
-                    state.left.append((place, keyword, "what is not of that schema cannot be determined"))
+                    branch.left.append((place, keyword, "what is not of that schema cannot be determined"))
                 elif found:
-                    state.choices.append(_Choice(place, keyword, found))
+                    branch.choices.append(_Choice(place, keyword, found))
 
     def _dependent(self, place: Place) -> list[_Choice]:
         """Return the choices of what depends on a property: without it, or with what it needs."""
@@ -187,7 +187,7 @@ class Branches:
     #
 
     def _all_apart(self, place: Place) -> bool:
-        branches = [self._document.child(place, "oneOf", i) for i in range(len(place.get("oneOf")))]
+        branches = self._document.children(place, "oneOf")
         objects = allowed(place.schema) == {"object"}
         if len(branches) ** 2 > MAX_BRANCHES * 20:
             return False
@@ -202,9 +202,10 @@ class Branches:
         if not (isinstance(a.schema, dict) and isinstance(b.schema, dict)) or depth > 8:  # noqa: PLR2004
             return False
         common = allowed(a.schema) & allowed(b.schema)
-        if not common or self._none_of(a, b) or self._none_of(b, a):
+        pairs = (a, b), (b, a)
+        if not common or any(self._none_of(*pair) for pair in pairs):
             return True
-        return (objects or common == {"object"}) and (self._told_apart(a, b, depth) or self._told_apart(b, a, depth))
+        return (objects or common == {"object"}) and any(self._told_apart(*pair, depth) for pair in pairs)
 
     def _referred(self, place: Place) -> Place:
         while place.has("$ref"):

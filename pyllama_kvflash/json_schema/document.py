@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.json_schema.keywords import KEYWORDS, LIST, MAP, ONE, TYPES, is_annotation
+from pyllama_kvflash.json_schema.keywords import KEYWORDS, LIST, MAP, ONE, SAME_VALUE, TYPES, is_annotation
 
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 MAX_DEPTH = 100  # of schemas in schemas
@@ -106,6 +106,10 @@ class Document:
         """Return the place of a schema within another one."""
         return self._at[_below(place.path, *map(str, parts))]
 
+    def children(self, place: Place, keyword: str) -> list[Place]:
+        """Return the places of the schemas in an array; []: the schema does not have the keyword."""
+        return [self.child(place, keyword, i) for i in range(len(place.get(keyword, ())))]
+
     def made(self, place: Place, mark: str, schema: Schema) -> Place:
         """Return the place of a schema that is made of one that is there: the same for the same mark."""
         path = f"{place.path}\0{mark}"
@@ -188,15 +192,9 @@ class Document:
 
     def _same_value(self, place: Place) -> list[Place]:
         """Return the places that a value is looked at by if it is looked at by this one."""
-        res = self.refs(place)
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            res += [self.child(place, keyword, i) for i in range(len(place.get(keyword, ())))]
-        res += [self.child(place, keyword) for keyword in ("not", "if", "then", "else") if place.has(keyword)]
-        for keyword in ("dependentSchemas", "dependencies"):
-            res += [
-                self.child(place, keyword, n) for n, sub in place.get(keyword, {}).items() if not isinstance(sub, list)
-            ]
-        return res
+        schema = place.schema if isinstance(place.schema, dict) else {}
+        parts = [parts for parts, _ in _subschemas(schema) if parts[0] in SAME_VALUE]
+        return self.refs(place) + [self.child(place, *part) for part in parts]
 
     #
     # the survey

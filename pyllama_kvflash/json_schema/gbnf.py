@@ -4,6 +4,7 @@ it.
 
 import re
 from collections.abc import Sequence
+from math import inf
 
 from pyllama_kvflash.json_schema.languages import (
     ALL,
@@ -170,17 +171,17 @@ class Writer:
             self._rules[self._names[state]] = " | ".join(options)
         return self._names[language]
 
-    def _repeated(self, rule: str, low: int, high: int | None) -> str:
-        """Return low to high of what a rule has; high None: any more."""
+    def _repeated(self, rule: str, low: int, high: float) -> str:
+        """Return low to high (inf: no bound) repetitions of a rule."""
         blocks, more = divmod(low, BLOCK) if low > 2 * BLOCK else (0, low)
         parts = [f"{self._rule(f'{rule}{{{BLOCK}}}')}{{{blocks}}}"] if blocks else []
-        if high is None:
+        if high == inf:
             parts.append(f"{rule}{{{more},}}" if more > 1 else f"{rule}{'+' if more else '*'}")
         elif high - low <= 2 * BLOCK:
             parts += [f"{rule}{{{more},{more + high - low}}}"] if more + high - low else []
         else:
             parts += [f"{rule}{{{more}}}"] if more else []
-            parts.append(self._up_to(rule, high - low))
+            parts.append(self._up_to(rule, int(high) - low))
         return self._spaced(*parts)
 
     def _up_to(self, rule: str, n: int) -> str:
@@ -215,12 +216,16 @@ class Writer:
         return self._rule(f'{name} {space} ":" {space} {self._value(key)}')
 
     def _members(
-        self, members: list[tuple[str, bool]], rest: str | None, low: int, high: int | None, *, may_skip: bool
+        self, members: list[tuple[str, bool]], rest: str | None, low: int, high: float, *, may_skip: bool
     ) -> str:
-        """Return members, each with whether it must be there, and then others: low to high of them (None: no bound). A rule for
-        what comes from each member on, by how many are before it. may_skip: further ones may follow one that is left out.
+        """Return low to high (inf: no bound) members, separated by commas.
+
+        members: each with whether it is required. rest: the rule of the members after them; None: there are none. may_skip: members
+        may follow one that is left out. There is a rule for the text from each member on, for each number of members before it.
         """
-        most = max(1, low) if high is None else high  # at which nothing changes any more, or no more may come
+        most = int(
+            max(1, low) if high == inf else high
+        )  # the number of members from which on counting makes no difference
         before = [{0}]
         for _, required in members:
             one_more = {min(n + 1, most) for n in before[-1] if n != high}
@@ -241,25 +246,19 @@ class Writer:
                 after[n] = f"({body})?" if options and without == "" else self._rule(body) if options else without
         return after[0] or ""
 
-    def _rest(self, rule: str | None, n: int, low: int, high: int | None) -> str | None:
-        """Return further members behind n others; None: there would be too few."""
-        if rule is None:
+    def _rest(self, rule: str | None, n: int, low: int, high: float) -> str | None:
+        """Return the members after n others, of low to high in total; None: there would be too few."""
+        if rule is None or n == high:
             return "" if n >= low else None
-        return self._several(rule, max(0, low - n), None if high is None else high - n, first=n == 0)
+        more, low, high = self._rule(f"{self._comma} {rule}"), max(0, low - n), high - n
+        if n:
+            return self._repeated(more, low, high)
+        some = self._spaced(rule, self._repeated(more, max(0, low - 1), high - 1))
+        return some if low else f"({some})?"
 
     @property
     def _comma(self) -> str:
         return f'"," {self._fixed("space")}'
-
-    def _several(self, rule: str, low: int, high: int | None, *, first: bool) -> str:
-        """Return low to high of what a rule has, with commas between. first: nothing is before them."""
-        if high == 0:
-            return ""
-        more = self._rule(f"{self._comma} {rule}")
-        if not first:
-            return self._repeated(more, low, high)
-        some = self._spaced(rule, self._repeated(more, max(0, low - 1), None if high is None else high - 1))
-        return some if low else f"({some})?"
 
 
 def json_text(text: str) -> str:
@@ -272,20 +271,18 @@ def _single(found: Ranges) -> str:
     return chr(found[0][0]) if len(found) == 1 and found[0][0] == found[0][1] else ""
 
 
-_ESCAPED = {"\b": "b", "\t": "t", "\n": "n", "\f": "f", "\r": "r", '"': '"', "\\": "\\"}
+_ESCAPED = ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
 
 
 def _class(found: Ranges) -> str:
-    """Return one character of these, as JSON has it in a string. Beside others, only controls that have a short escape."""
+    """Return one character out of ranges, as in a string of JSON. Beside others, only the escapes with a letter are used."""
     if char := _single(found):
         return literal(json_text(char))
-    raw = minus(found, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
-    if not raw:
-        escaped = (literal(json_text(chr(code))) for a, b in found for code in range(a, b + 1))
-        return f"({' | '.join(escaped)})"
-    letters = [letter for char, letter in _ESCAPED.items() if any(a <= ord(char) <= b for a, b in found)]
+    raw = minus(found, _ESCAPED)
     ranges = "".join(_code(a) + (f"-{_code(b)}" if b > a else "") for a, b in raw)
-    options = [f"[{ranges}]", *(literal(f"\\{letter}") for letter in letters)]
+    escapes = [json_text(chr(code)) for a, b in minus(found, raw) for code in range(a, b + 1)]
+    options = [f"[{ranges}]"] if raw else []
+    options += [literal(text) for text in escapes if not (raw and text.startswith("\\u"))]
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import reduce
-from operator import and_
+from math import inf
 
 from pyllama_kvflash.json_schema import languages, patterns
 from pyllama_kvflash.json_schema.branches import Branch
@@ -21,17 +21,18 @@ MAX_MULTIPLES = 1_000
 
 
 def least(branch: Branch, keyword: str) -> int | None:
-    """Return the greatest of the least numbers that a keyword counts; None: there is none."""
+    """Return the greatest value of a keyword that is a lower bound (minItems); None: no place has it."""
     return max((int(value) for _, value in branch.having(keyword)), default=None)
 
 
-def most(context: Context, branch: Branch, keyword: str) -> int | None:
-    """Return the least of the greatest numbers that a keyword counts; None: there is none that can be counted to."""
-    found = [int(value) for _, value in branch.having(keyword) if value <= MAX_COUNT]
+def most(context: Context, branch: Branch, keyword: str) -> float:
+    """Return the least value of a keyword that is an upper bound (maxItems); inf: no place has it, but for values that are too large,
+    which are noted.
+    """
     for place, value in branch.having(keyword):
         if value > MAX_COUNT:
             context.note(place, keyword, f"nothing is counted beyond {MAX_COUNT:,}: leave it out")
-    return min(found, default=None)
+    return min((int(value) for _, value in branch.having(keyword) if value <= MAX_COUNT), default=inf)
 
 
 #
@@ -41,7 +42,7 @@ def most(context: Context, branch: Branch, keyword: str) -> int | None:
 
 def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
     """Return numbers a branch allows."""
-    within = reduce(and_, (Interval.of(place.schema) for place in branch.places))
+    within = Interval.of(*(place.schema for place in branch.places))
     step = reduce(_common, (exact(value) for _, value in branch.having("multipleOf")), None)
     if step is not None and (integer or step.denominator == 1):
         integer, step = True, Fraction(step.numerator)  # the integers among the multiples
@@ -60,7 +61,7 @@ def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
         within = _short(context, branch, within)
         if within == Interval() and step is None:
             return [Number(integer=False)]
-        longest = max(len(str(abs(math.trunc(bound or 0)))) for bound in (within.low, within.high))
+        longest = max(len(str(abs(math.trunc(bound)))) for bound in (within.low or 0, within.high or 0))
         places = min(places, max(1, SHARP - longest))
     found = digits(*within.multiples(Fraction(1, 10**places)), places)
     return [] if found == NOTHING else [Number(integer, found)]
@@ -112,8 +113,8 @@ def texts(context: Context, branch: Branch) -> list[Shape]:
             context.note(place, keyword, TOO_LARGE, annotation=keyword == "format")
     for left_out, least_, most_ in (
         ((), low, high),
-        (("maxLength",), low, None),
-        (("minLength", "maxLength"), 0, None),
+        (("maxLength",), low, inf),
+        (("minLength", "maxLength"), 0, inf),
     ):
         counted = _counted(res, least_, most_)
         if context.has_grammar(counted):
@@ -145,22 +146,19 @@ def _languages(context: Context, branch: Branch) -> Iterator[tuple[Place, str, L
             context.note(place, "format", f"the format {name[:40]!r} is an annotation", annotation=True)
 
 
-def _counted(language: Language, low: int, high: int | None) -> Language:
-    """Return the texts of a language that have so many characters."""
-    if high is not None and low > high:
+def _counted(language: Language, low: int, high: float) -> Language:
+    """Return the texts of a language that have low to high characters."""
+    if low > high:
         return NOTHING
     least, most = languages.lengths(language)
-    if least >= low and (high is None or (most is not None and most <= high)):
+    if least >= low and most <= high:
         return language
     if isinstance(language, languages.Many) and languages.lengths(language.part) == (1, 1):
-        low, highs = max(low, language.low), [n for n in (high, language.high) if n is not None]
-        high = min(highs, default=None)
-        return NOTHING if high is not None and low > high else languages.many(language.part, low, high)
-    return (
-        languages.nonempty(language)
-        if (low, high) == (1, None)
-        else languages.both(language, languages.many(Chars(ALL), low, high))
-    )
+        low, high = max(low, language.low), min(high, language.high)
+        return NOTHING if low > high else languages.many(language.part, low, high)
+    if (low, high) == (1, inf):
+        return languages.nonempty(language)
+    return languages.both(language, languages.many(Chars(ALL), low, high))
 
 
 #
@@ -175,9 +173,8 @@ def arrays(context: Context, branch: Branch, key: Key) -> list[Shape]:
     rests: list[Sequence[Place]] = []
     for place in branch.places:
         first, rest = items(place)
-        given = place.get(first) if isinstance(place.get(first), list) else []
-        firsts.append([document.child(place, first, i) for i in range(len(given))])
-        rests.append([document.child(place, rest)] if place.has(rest) and (given or rest == "items") else [])
+        firsts.append(document.children(place, first))
+        rests.append([document.child(place, rest)] if place.has(rest) and (firsts[-1] or rest == "items") else [])
     unsaid = unevaluated(context, branch, "unevaluatedItems", key)
     after = [place for rest in rests for place in rest] or unsaid
     n = max(map(len, firsts))
@@ -187,11 +184,10 @@ def arrays(context: Context, branch: Branch, key: Key) -> list[Shape]:
     )
     low, high = least(branch, "minItems"), most(context, branch, "maxItems")
     if low is None:
-        low = n if high is None else min(n, high)
+        low = int(min(n, high))
     closed = n > 0 and not after
-    longest = n if closed else high
     for place, unique in branch.having("uniqueItems"):
-        if unique and (longest is None or longest > 1):
+        if unique and (n if closed else high) > 1:
             context.note(place, "uniqueItems", "items are not compared")
     for place, _ in branch.having("contains"):
         if place.get("minContains") != 0 or place.has("maxContains"):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 from pyllama_kvflash.json_schema import languages
 from pyllama_kvflash.json_schema.branches import Branch, Branches
@@ -141,9 +142,9 @@ def _counted(context: Context, branch: Branch, shape: Object) -> Object:
     low, high = least(branch, "minProperties") or 0, most(context, branch, "maxProperties")
     n_required = sum(p.required for p in shape.properties)
     n_optional = len(shape.properties) - n_required
-    if not shape.others and high is not None and high >= len(shape.properties):
-        high = None
-    counted = max(low - n_required, 0 if high is None else high - n_required)
+    if not shape.others and high >= len(shape.properties):
+        high = inf
+    counted = max(low - n_required, 0 if high == inf else high - n_required)
     if n_optional * min(n_optional, counted) > MAX_COUNTED:
         context.note_all(
             branch, ("minProperties", "maxProperties"), f"it has {n_optional} optional properties to count"

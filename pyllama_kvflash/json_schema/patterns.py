@@ -2,6 +2,7 @@
 
 import re
 from functools import lru_cache
+from math import inf
 
 from pyllama_kvflash.json_schema import languages
 from pyllama_kvflash.json_schema.languages import ALL, ANYTHING, EMPTY, NOTHING, Language, Ranges, minus, ranges, seq
@@ -103,9 +104,9 @@ class _Reader:
             raise PatternError("a quantifier follows another one, as in a++")
         return _many(part, *found)
 
-    def _count(self) -> tuple[int, int | None] | None:
+    def _count(self) -> tuple[int, float] | None:
         """Return how often something comes, and go on behind that; None: nothing is said."""
-        for char, count in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+        for char, count in (("*", (0, inf)), ("+", (1, inf)), ("?", (0, 1))):
             if self._take(char):
                 return count
         found = _COUNT.match(self._text, self._at)
@@ -119,7 +120,7 @@ class _Reader:
         if high and int(high) < int(low):
             raise PatternError(f"nothing can come {found[0]} times")
         self._at = found.end()
-        return int(low), int(high) if high else None
+        return int(low), int(high) if high else inf
 
     def _atom(self) -> Anchored:
         if self._next() == "(":
@@ -239,7 +240,7 @@ def _joined(one: Anchored, two: Anchored) -> Anchored:
     return _either(*found)
 
 
-def _many(part: Anchored, low: int, high: int | None) -> Anchored:
+def _many(part: Anchored, low: int, high: float) -> Anchored:
     free = part.get((False, False), NOTHING)
     if languages.nullable(free) and languages.size_of(free) > MAX_EMPTY:
         raise PatternError(f"what it repeats may be empty, and has more than {MAX_EMPTY} parts")

@@ -4,7 +4,7 @@ into arrays and objects, and regular expressions that have no grammar.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -62,7 +62,7 @@ def allowed(schema: Schema) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Numbers from low to high (None: no bound), which an open bound is not."""
+    """Numbers from low to high (None: no bound). An open bound is not one of them."""
 
     low: Fraction | None = None
     low_open: bool = False
@@ -70,48 +70,36 @@ class Interval:
     high_open: bool = False
 
     @classmethod
-    def of(cls, schema: Schema) -> "Interval":
-        """Return the numbers that the bounds of a schema allow."""
-
-        def bound(name: str, sign: int) -> tuple[Fraction | None, bool]:
-            key = f"exclusive{name.capitalize()}"
-            found = [(exact(given[name]), given.get(key) is True)] if name in given else []
-            found += [(exact(given[key]), True)] if is_number(given.get(key)) else []
-            return max(found, key=lambda b: (sign * b[0], b[1]), default=(None, False))
-
-        given = schema if isinstance(schema, dict) else {}
-        return cls(*bound("minimum", 1), *bound("maximum", -1))
-
-    def __and__(self, other: "Interval") -> "Interval":
-        """Return the numbers of both."""
-        lows = [(one.low, one.low_open) for one in (self, other) if one.low is not None]
-        highs = [(one.high, not one.high_open) for one in (self, other) if one.high is not None]
-        low, low_open = max(lows, default=(None, False))
-        high, high_closed = min(highs, default=(None, True))
-        return Interval(low, low_open, high, not high_closed)
+    def of(cls, *schemas: Schema) -> "Interval":
+        """Return the numbers within the bounds of all schemas."""
+        given = [schema for schema in schemas if isinstance(schema, dict)]
+        lows = [bound for schema in given for bound in _bounds(schema, "minimum", "exclusiveMinimum")]
+        highs = [bound for schema in given for bound in _bounds(schema, "maximum", "exclusiveMaximum")]
+        low = max(lows, default=(None, False))
+        high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=(None, False))
+        return cls(*low, *high)
 
     def multiples(self, step: Fraction) -> tuple[int | None, int | None]:
-        """Return the first and the last multiple of a number, in steps; None: there is none."""
-        first = (
-            None
-            if self.low is None
-            else math.floor(self.low / step) + 1
-            if self.low_open
-            else math.ceil(self.low / step)
-        )
-        last = (
-            None
-            if self.high is None
-            else math.ceil(self.high / step) - 1
-            if self.high_open
-            else math.floor(self.high / step)
-        )
+        """Return the first and the last multiple of a step, counted in steps; None: there is no bound."""
+        first = last = None
+        if self.low is not None:
+            first = math.floor(self.low / step) + 1 if self.low_open else math.ceil(self.low / step)
+        if self.high is not None:
+            last = math.ceil(self.high / step) - 1 if self.high_open else math.floor(self.high / step)
         return first, last
 
     def __contains__(self, number: Fraction) -> bool:
-        """Return whether a number is in it."""
+        """Return whether a number is in the interval."""
         above = self.low is None or number > self.low or (number == self.low and not self.low_open)
         return above and (self.high is None or number < self.high or (number == self.high and not self.high_open))
+
+
+def _bounds(schema: dict[str, Any], word: str, exclusive: str) -> Iterator[tuple[Fraction, bool]]:
+    """Yield the bounds that two keywords set, each with whether it is open. In draft 4, `exclusive` is a boolean."""
+    if word in schema:
+        yield exact(schema[word]), schema.get(exclusive) is True
+    if is_number(schema.get(exclusive)):
+        yield exact(schema[exclusive]), True
 
 
 class Checker:
@@ -148,13 +136,11 @@ class Checker:
         """Return whether a value meets what a schema is put together from."""
         if not all(self.meets(value, target) for target in self._document.refs(place)):
             return False
-        branches = {
-            k: [self._all(value, place, k, i) for i in range(len(place.get(k, ())))]
-            for k in ("allOf", "anyOf", "oneOf")
-        }
-        if not all(branches["allOf"]) or (branches["anyOf"] and not any(branches["anyOf"])):
-            return False
-        if branches["oneOf"] and sum(branches["oneOf"]) != 1:
+        all_of, any_of, one_of = (
+            [self.meets(value, one) for one in self._document.children(place, keyword)]
+            for keyword in ("allOf", "anyOf", "oneOf")
+        )
+        if not all(all_of) or (any_of and not any(any_of)) or (one_of and sum(one_of) != 1):
             return False
         if place.has("not") and self._all(value, place, "not"):
             return False
