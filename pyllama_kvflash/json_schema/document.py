@@ -59,13 +59,18 @@ class Place:
         """The JSON pointer of the schema, or of the one that it was made of."""
         return self.path.partition("\0")[0]
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of the schema with their values; {} for `true` and `false`."""
+        return self.schema if isinstance(self.schema, dict) else {}
+
     def has(self, keyword: str) -> bool:
         """Return whether the schema has a keyword."""
-        return isinstance(self.schema, dict) and keyword in self.schema
+        return keyword in self.keywords
 
     def get(self, keyword: str, default: Any = None) -> Any:
         """Return the value of a keyword."""
-        return self.schema.get(keyword, default) if isinstance(self.schema, dict) else default
+        return self.keywords.get(keyword, default)
 
 
 class Document:
@@ -128,9 +133,7 @@ class Document:
             raise SchemaError(
                 place.pointer, keyword, f"{ref[:100]!r} is not in this document: put what it names in $defs"
             )
-        found = (
-            start if not name else self._pointed(start, name) if name[0] == "/" else self._anchored(uri, name, keyword)
-        )
+        found = self._pointed(start, name) if name[:1] == "/" else self._anchored(uri, name, keyword) if name else start
         if found is None:
             raise SchemaError(place.pointer, keyword, f"there is no {ref[:100]!r} in this document")
         return found
@@ -192,9 +195,8 @@ class Document:
 
     def _same_value(self, place: Place) -> list[Place]:
         """Return the places that a value is looked at by if it is looked at by this one."""
-        schema = place.schema if isinstance(place.schema, dict) else {}
-        parts = [parts for parts, _ in _subschemas(schema) if parts[0] in SAME_VALUE]
-        return self.refs(place) + [self.child(place, *part) for part in parts]
+        below = [path for path, _ in _subschemas(place.keywords) if path[0] in SAME_VALUE]
+        return self.refs(place) + [self.child(place, *path) for path in below]
 
     #
     # the survey
@@ -310,6 +312,8 @@ def _names(value: Any) -> bool:
 
 
 _WORDS: dict[str, tuple[Any, str]] = {
+    "type": (lambda v: v != [], "a type, or an array of them, not empty"),
+    "enum": (lambda v: isinstance(v, list) and len(v) > 0, "an array of values, not empty"),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
                      "maxContains"), (is_count, "an integer of 0 or more")),
     **dict.fromkeys(("minimum", "maximum"), (is_number, "a number")),
@@ -328,16 +332,11 @@ _WORDS: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 """What a keyword's value must be: a test of it, and the words for it."""
 
-_ORDERED = (
-    ("minLength", "maxLength"),
-    ("minItems", "maxItems"),
-    ("minProperties", "maxProperties"),
-    ("minimum", "maximum"),
-)
+_ORDERED = [(word, word.replace("min", "max")) for word in ("minLength", "minItems", "minProperties", "minimum")]
 
 
 def _fault(schema: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a schema itself, by keyword; None if nothing is."""
+    """Return the first fault of a schema itself, with its keyword; None: it has none."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):
@@ -354,26 +353,21 @@ def _fault(schema: Any) -> tuple[str, str] | None:
     return None
 
 
-def _value_fault(keyword: str, value: Any) -> str | None:  # noqa: PLR0911 (one for each kind)
+def _value_fault(keyword: str, value: Any) -> str | None:  # noqa: PLR0911 (one for each fault)
     if keyword == "type":
         names = value if isinstance(value, list) else [value]
         bad = [name for name in names if name not in TYPES]
         if bad:
             return f"{shown(bad[0])} is not a type: give one of {', '.join(TYPES)}"
-        return None if names else "it is empty: give at least one type"
-    if keyword == "enum":
-        if not isinstance(value, list) or not value:
-            return "give an array of at least one value"
-        return f"it has {len(value):,} values, and may have {MAX_VALUES:,}" if len(value) > MAX_VALUES else None
-    if keyword in MAP and isinstance(value, dict) and any(len(name) > MAX_NAME for name in value):
-        return f"a name in it has more than {MAX_NAME:,} characters"
     test, words = _WORDS.get(keyword, (None, ""))
     if test and not test(value):
         return f"{shown(value)} is not {words}"
+    if keyword == "enum" and len(value) > MAX_VALUES:
+        return f"it has {len(value):,} values, and may have {MAX_VALUES:,}"
+    if keyword in MAP and any(len(name) > MAX_NAME for name in value):
+        return f"a name in it has more than {MAX_NAME:,} characters"
     if keyword.startswith("min") and test is is_count and value > MAX_COUNT:
         return f"{shown(value)} is more than can be counted: give at most {MAX_COUNT:,}"
-    if keyword in {"const", "enum"}:
-        return None
-    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+    if keyword != "const" and isinstance(value, str) and re.search("[\ud800-\udfff]", value):
         return "it is not Unicode text: half of a surrogate pair"
     return None

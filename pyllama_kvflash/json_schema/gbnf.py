@@ -6,33 +6,9 @@ import re
 from collections.abc import Sequence
 from math import inf
 
-from pyllama_kvflash.json_schema.languages import (
-    ALL,
-    ANYTHING,
-    EMPTY,
-    Chars,
-    Choice,
-    Language,
-    Many,
-    Ranges,
-    Seq,
-    is_regular,
-    minus,
-    nullable,
-    states,
-)
-from pyllama_kvflash.json_schema.shapes import (
-    BLOCK,
-    Anything,
-    Array,
-    Key,
-    Number,
-    Object,
-    Shape,
-    Shapes,
-    Text,
-    Values,
-)
+from pyllama_kvflash.json_schema import languages
+from pyllama_kvflash.json_schema.languages import ALL, ANYTHING, EMPTY, Chars, Choice, Language, Many, Ranges, Seq
+from pyllama_kvflash.json_schema.shapes import BLOCK, Anything, Array, Key, Number, Object, Shape, Shapes, Text, Values
 from pyllama_kvflash.json_schema.values import text_of
 
 _FIXED = {
@@ -109,8 +85,8 @@ class Writer:
 
     def _shape(self, shape: Shape) -> str:
         match shape:
-            case Values(values):
-                return " | ".join(literal(text_of(value)) for value in values)
+            case Values(texts):
+                return " | ".join(map(literal, texts))
             case Number(_, digits):
                 return self._fixed("number") if digits is None else self._language(digits)
             case Text(language):
@@ -160,13 +136,19 @@ class Writer:
 
     def _state(self, language: Language) -> str:
         """Return the name of the rule of an intersection or a complement: a rule for each of its states."""
-        found = states(language) or {}
+        found = languages.states(language) or {}
         new = [state for state in found if state not in self._names]
         self._names |= {state: self._new("") for state in new}
         for state in new:
-            options = ['""'] if nullable(state) else []
+            options = ['""'] if languages.nullable(state) else []
             for these, to in found[state]:
-                behind = "" if to == EMPTY else self._rule(self._language(to)) if is_regular(to) else self._names[to]
+                behind = (
+                    ""
+                    if to == EMPTY
+                    else self._rule(self._language(to))
+                    if languages.is_regular(to)
+                    else self._names[to]
+                )
                 options.append(self._spaced(_class(these), behind))
             self._rules[self._names[state]] = " | ".join(options)
         return self._names[language]
@@ -278,9 +260,9 @@ def _class(found: Ranges) -> str:
     """Return one character out of ranges, as in a string of JSON. Beside others, only the escapes with a letter are used."""
     if char := _single(found):
         return literal(json_text(char))
-    raw = minus(found, _ESCAPED)
+    raw = languages.minus(found, _ESCAPED)
     ranges = "".join(_code(a) + (f"-{_code(b)}" if b > a else "") for a, b in raw)
-    escapes = [json_text(chr(code)) for a, b in minus(found, raw) for code in range(a, b + 1)]
+    escapes = [json_text(chr(code)) for a, b in languages.minus(found, raw) for code in range(a, b + 1)]
     options = [f"[{ranges}]"] if raw else []
     options += [literal(text) for text in escapes if not (raw and text.startswith("\\u"))]
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"

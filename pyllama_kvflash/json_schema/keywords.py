@@ -22,9 +22,7 @@ LIST = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 MAP = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"})
 """Keywords whose value is an object of schemas (dependencies: or of arrays of names)."""
 
-SAME_VALUE = frozenset({
-    "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies",
-})  # fmt: skip
+SAME_VALUE = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies"})
 """Keywords whose schemas apply to the same value as the schema that has them."""
 
 DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")

@@ -175,6 +175,8 @@ class _Reader:
             if code > languages.LAST:
                 raise PatternError(f"\\{found[0]} is not a character")
             return code
+        if not char:
+            raise PatternError("a backslash is at its end")
         self._at += 1
         if char == "c" and re.fullmatch("[a-zA-Z]", self._next()):
             self._at += 1
@@ -183,13 +185,13 @@ class _Reader:
             return 8
         if char in _CONTROLS and not (char == "0" and self._next().isdecimal()):
             return _CONTROLS[char]
-        if not char or (char.isascii() and char.isalnum()):
-            why = {"": "a backslash is at its end", "b": "it looks for the edge of a word, with \\b"}
-            why |= {"B": "it looks around, with \\B", "p": "it names a property of characters, with \\p"}
-            why |= {"P": why["p"], "k": "it refers to a group, with \\k"} | {
-                str(i): f"it refers to a group, with \\{i}" for i in range(10)
-            }
-            raise PatternError(why.get(char, f"\\{char} is not an escape of ECMAScript"))
+        if char.isascii() and char.isalnum():
+            why = {"b": "it looks for the edge of a word", "B": "it looks around"}
+            why |= dict.fromkeys("pP", "it names a property of characters")
+            why |= dict.fromkeys("k0123456789", "it refers to a group")
+            raise PatternError(
+                f"{why[char]}, with \\{char}" if char in why else f"\\{char} is not an escape of ECMAScript"
+            )
         return ord(char)
 
     def _bracket(self) -> Ranges:

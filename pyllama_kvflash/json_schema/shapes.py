@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import inf
-from typing import Any
 
 from pyllama_kvflash.json_schema.languages import ANYTHING, Language, counted, fulfilled
 
@@ -21,9 +20,9 @@ class Anything:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """One of some values."""
+    """One of some values. texts: the values as JSON."""
 
-    values: tuple[Any, ...]
+    texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def pruned(shapes: Shapes) -> Shapes:
 def _cut(shape: Shape, known: set[Key]) -> Shape | None:
     """Return a shape without the parts that have no value; None if it has no value without them. known: keys that have values."""
     if isinstance(shape, Values):
-        return shape if shape.values else None
+        return shape if shape.texts else None
     if isinstance(shape, Array):
         prefix = tuple(takewhile(known.__contains__, shape.prefix))
         rest = shape.rest if len(prefix) == len(shape.prefix) and shape.rest in known else None

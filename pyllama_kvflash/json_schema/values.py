@@ -123,9 +123,6 @@ class Checker:
             and self._within(value, place)
         )
 
-    def _all(self, value: Any, place: Place, *parts: str | int) -> bool:
-        return self.meets(value, self._document.child(place, *parts))
-
     def _listed(self, value: Any, place: Place) -> bool:
         """Return whether `const` and `enum` of a schema, if it has them, list a value."""
         if place.index not in self._lists:
@@ -133,21 +130,20 @@ class Checker:
         return all(frozen(value) in values for values in self._lists[place.index])
 
     def _together(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets what a schema is put together from."""
+        """Return whether a value meets the schemas that a schema is put together from."""
         if not all(self.meets(value, target) for target in self._document.refs(place)):
             return False
-        all_of, any_of, one_of = (
-            [self.meets(value, one) for one in self._document.children(place, keyword)]
-            for keyword in ("allOf", "anyOf", "oneOf")
-        )
+        all_of = [self.meets(value, one) for one in self._document.children(place, "allOf")]
+        any_of = [self.meets(value, one) for one in self._document.children(place, "anyOf")]
+        one_of = [self.meets(value, one) for one in self._document.children(place, "oneOf")]
         if not all(all_of) or (any_of and not any(any_of)) or (one_of and sum(one_of) != 1):
             return False
-        if place.has("not") and self._all(value, place, "not"):
+        if place.has("not") and self.meets(value, self._document.child(place, "not")):
             return False
-        if place.has("if"):
-            then = "then" if self._all(value, place, "if") else "else"
-            return not place.has(then) or self._all(value, place, then)
-        return True
+        if not place.has("if"):
+            return True
+        then = "then" if self.meets(value, self._document.child(place, "if")) else "else"
+        return not place.has(then) or self.meets(value, self._document.child(place, then))
 
     @staticmethod
     def _numbers(value: Any, schema: dict[str, Any]) -> bool:
@@ -180,22 +176,17 @@ class Checker:
     def _within(value: Any, place: Place) -> bool:
         """Return True, if nothing is said of what is in an array or an object."""
         words = OF_TYPE.get(kind_of(value), frozenset()) if isinstance(value, list | dict) else frozenset()
-        for keyword in place.schema if isinstance(place.schema, dict) else ():
+        for keyword in place.keywords:
             if keyword in words or (keyword in DEPENDENT and isinstance(value, dict)):
                 raise Unsure(place, keyword)
         return True
 
 
 def listed(place: Place) -> list[list[Any]]:
-    """Return the values that `const` and `enum` of a schema list: each a list, if it has it."""
+    """Return the values that a schema lists: a list for `const`, and one for `enum`, if it has them."""
     return [[place.get("const")]] * place.has("const") + [place.get("enum")] * place.has("enum")
 
 
-def items(place: Place) -> tuple[str, str]:
-    """Return the keywords of an array's first items and of the rest: today's, or the older ones."""
-    return ("items", "additionalItems") if isinstance(place.get("items"), list) else ("prefixItems", "items")
-
-
 def text_of(value: Any) -> str:
-    """Return a value as JSON, as short as it is."""
+    """Return a value as JSON without white space."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -2,11 +2,12 @@
 
 import re
 import threading
-from collections import OrderedDict
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 import numpy.typing as npt
@@ -78,39 +79,25 @@ def either(one: str, other: str) -> str:
     return f"root ::= a-root | b-root\n{renamed(one, 'a')}\n{renamed(other, 'b')}"
 
 
-class _Compiled:
-    """The most recently compiled grammars of one model, and its tokens by their bytes."""
-
-    def __init__(self, model: Model) -> None:
-        out = ffi.new("struct kvf_tokens **")
-        check(lib.kvf_tokens_new(model.vocab, out))
-        self.tokens = ffi.gc(out[0], lib.kvf_tokens_free)
-        self._grammars: OrderedDict[Grammar, Any] = OrderedDict()
-        self._mutex = threading.Lock()
-
-    def get(self, grammar: Grammar, model: Model) -> Any:
-        """Return a compiled grammar in its initial state. Raises UsageError."""
-        with self._mutex:
-            if grammar in self._grammars:
-                self._grammars.move_to_end(grammar)
-                return self._grammars[grammar]
-        found = _new(grammar, model, self.tokens)  # several threads may do so at once
-        with self._mutex:
-            self._grammars[grammar] = found
-            while len(self._grammars) > _N_KEPT:
-                self._grammars.popitem(last=False)
-        return found
-
-
 _N_KEPT = 32  # compiled grammars of a model: enough for agents' tools and for waiting requests
-_COMPILED: WeakKeyDictionary[Model, _Compiled] = WeakKeyDictionary()
+_COMPILERS: WeakKeyDictionary[Model, Callable[[Grammar], Any]] = WeakKeyDictionary()
 _MUTEX = threading.Lock()
 
 
 def _compiled(grammar: str | Grammar, model: Model) -> Any:
+    """Return a compiled grammar in its initial state. Raises UsageError."""
     with _MUTEX:
-        of_model = _COMPILED.get(model) or _COMPILED.setdefault(model, _Compiled(model))
-    return of_model.get(grammar if isinstance(grammar, Grammar) else Grammar(grammar), model)
+        compiler = _COMPILERS.get(model) or _COMPILERS.setdefault(model, _compiler(model))
+    return compiler(grammar if isinstance(grammar, Grammar) else Grammar(grammar))
+
+
+def _compiler(model: Model) -> Callable[[Grammar], Any]:
+    """Return a function that compiles grammars for a model, and keeps the most recently used ones. It does not keep the model."""
+    out = ffi.new("struct kvf_tokens **")
+    check(lib.kvf_tokens_new(model.vocab, out))
+    tokens = ffi.gc(out[0], lib.kvf_tokens_free)
+    model = proxy(model)
+    return lru_cache(maxsize=_N_KEPT)(lambda grammar: _new(grammar, model, tokens))
 
 
 def _new(given: Grammar, model: Model, tokens: Any) -> Any:
