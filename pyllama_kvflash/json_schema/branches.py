@@ -24,10 +24,8 @@ class _Choice:
 
 @dataclass(slots=True)
 class Branch:
-    """Schemas that a value must all meet.
-
-    have: the schemas by index. choices: those that have not been made. left: keywords of the schemas that the branch does not
-    express, each with the reason.
+    """Schemas that a value must all meet. have: the schemas, by index. choices: those that have not been made. left: keywords of the
+    schemas that the branch does not express, each with the reason.
     """
 
     have: dict[int, Place] = field(default_factory=dict)
@@ -35,7 +33,7 @@ class Branch:
     left: list[tuple[Place, str, str]] = field(default_factory=list)
 
     def copy(self) -> "Branch":
-        """Return a copy that can grow by itself."""
+        """Return a copy that grows independently."""
         return Branch(dict(self.have), list(self.choices), list(self.left))
 
     @property

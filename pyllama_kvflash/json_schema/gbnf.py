@@ -1,6 +1,4 @@
-"""Shapes as a grammar (GBNF) of their JSON: properties in the order of the schema, white space as llama.cpp's own grammars have
-it.
-"""
+"""Shapes as a grammar (GBNF) of JSON texts, with properties in the schema's order and the white space of llama.cpp's grammars."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ _FIXED = {
     "space": r'| " " | "\n"{1,2} [ \t]{0,20}',
     "hex": "[0-9a-fA-F]",
     "plain": r'[^"\\\x7F\x00-\x1F]',
-    # no half of a surrogate pair, and a pair is one character
+    # a surrogate pair is one character; half of a pair is not allowed
     "char": r'$plain | "\\" (["\\/bfnrt] | "u" ([0-9a-cA-CefEF] $hex{3} | [dD] [0-7] $hex{2}'
     r' | [dD] [89abAB] $hex{2} "\\u" [dD] [c-fC-F] $hex{2}))',
     "string": r'"\"" $char* "\""',
@@ -24,27 +22,27 @@ _FIXED = {
     "array": '"[" $space ($value ("," $space $value)*)? $space "]"',
     "value": '$object | $array | $string | $number | "true" | "false" | "null"',
 }
-"""Rules that schemas share; $ names one of them."""
+"""Rules that do not depend on the schema. $ marks the name of such a rule."""
 
 
 def literal(text: str) -> str:
-    """Return a text as GBNF."""
+    """Return the GBNF literal of a text."""
     for char, code in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r")):
         text = text.replace(char, code)
     return f'"{text}"'
 
 
 class Writer:
-    """Writes rules. prefix: of all their names."""
+    """Writes the rules of shapes. prefix: of all names of rules."""
 
     def __init__(self, shapes: Shapes, prefix: str) -> None:
         self._shapes, self._prefix = shapes, prefix
         self._rules: dict[str, str] = {}
-        self._names: dict[object, str] = {}  # of rules, by what they are for
+        self._names: dict[object, str] = {}  # of rules, by key, state, or ("body", body)
         self._todo: list[tuple[str, Key]] = []
 
     def written(self, values: Sequence[Sequence[Key]]) -> tuple[list[str], str]:
-        """Return the names of rules for values, each of one of some keys, and all rules, each on a line."""
+        """Return the names of rules for values, and all rules, each on a line. A value has a shape of any of its keys."""
         names = [
             self._value(keys[0]) if len(keys) == 1 else self._rule(" | ".join(map(self._value, keys)))
             for keys in values
@@ -52,7 +50,7 @@ class Writer:
         while self._todo:
             rule, at = self._todo.pop()
             self._rules[rule] = " | ".join(self._shape(shape) for shape in self._shapes[at])
-        # an empty body would take the next line for its own
+        # the parser would read the line after an empty body as the body
         return names, "".join(f"{rule} ::= " + (body or '""') + "\n" for rule, body in self._rules.items())
 
     def _value(self, key: Key) -> str:
@@ -70,13 +68,13 @@ class Writer:
         return name
 
     def _rule(self, body: str) -> str:
-        """Return the name of a rule of this body."""
+        """Return the name of the rule with a body."""
         if ("body", body) not in self._names:
             self._names["body", body] = self._new(body)
         return self._names["body", body]
 
     def _fixed(self, name: str) -> str:
-        """Return the name of a rule that every schema has, with those that it uses."""
+        """Return the name of one of the rules of _FIXED, written with the rules that it uses."""
         own = f"{self._prefix}{name}"
         if own not in self._rules:
             self._rules[own] = ""
@@ -109,7 +107,7 @@ class Writer:
         return self._fixed("string") if language == ANYTHING else rf'"\"" {self._language(language)} "\""'
 
     def _language(self, language: Language) -> str:
-        """Return the texts of a language, as JSON has them in a string: one item of a sequence, or several."""
+        """Return the GBNF of a language's texts within a JSON string. It may have several items, but no alternatives at the top."""
         match language:
             case Chars(found):
                 return self._fixed("char") if found == ALL else _class(found)
@@ -135,7 +133,7 @@ class Writer:
         return self._spaced(*res) or '""'
 
     def _state(self, language: Language) -> str:
-        """Return the name of the rule of an intersection or a complement: a rule for each of its states."""
+        """Return the name of the rule of a language that is not regular. Each of its states gets a rule."""
         found = languages.states(language) or {}
         new = [state for state in found if state not in self._names]
         self._names |= {state: self._new("") for state in new}
@@ -167,7 +165,7 @@ class Writer:
         return self._spaced(*parts)
 
     def _up_to(self, rule: str, n: int) -> str:
-        """Return the name of a rule of at most n of what a rule has: each number of them in one way only."""
+        """Return the name of a rule for 0 to n repetitions of a rule. Each number has a single derivation."""
         block = self._rule(f"{rule}{{{BLOCK}}}")
         steps, left = divmod(n, BLOCK)
         res = self._rule(f"{rule}{{0,{left}}}" if left else '""')
@@ -205,9 +203,8 @@ class Writer:
         members: each with whether it is required. rest: the rule of the members after them; None: there are none. may_skip: members
         may follow one that is left out. There is a rule for the text from each member on, for each number of members before it.
         """
-        most = int(
-            max(1, low) if high == inf else high
-        )  # the number of members from which on counting makes no difference
+        # from this number on, counting makes no difference
+        most = int(max(1, low) if high == inf else high)
         before = [{0}]
         for _, required in members:
             one_more = {min(n + 1, most) for n in before[-1] if n != high}
@@ -244,12 +241,12 @@ class Writer:
 
 
 def json_text(text: str) -> str:
-    """Return a text as it is within a string of JSON."""
+    """Return a text as it is written within a JSON string, without the quotes."""
     return text_of(text)[1:-1]
 
 
 def _single(found: Ranges) -> str:
-    """Return the one character of a class; "": it has several."""
+    """Return the only character of ranges; "": there are several."""
     return chr(found[0][0]) if len(found) == 1 and found[0][0] == found[0][1] else ""
 
 
@@ -257,7 +254,7 @@ _ESCAPED = ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
 
 
 def _class(found: Ranges) -> str:
-    """Return one character out of ranges, as in a string of JSON. Beside others, only the escapes with a letter are used."""
+    """Return the GBNF of one character in a JSON string. Controls without a short escape are left out beside other characters."""
     if char := _single(found):
         return literal(json_text(char))
     raw = languages.minus(found, _ESCAPED)

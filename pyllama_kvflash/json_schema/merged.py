@@ -44,7 +44,7 @@ def _most(context: Context, branch: Branch, keyword: str) -> float:
 
 def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
     """Return the shapes of a branch's numbers. integer: without a fraction."""
-    within = Interval.of(*(place.schema for place in branch.places))
+    within = Interval.of(branch.places)
     steps = [exact(value) for _, value in branch.having("multipleOf")]
     step = Fraction(math.lcm(*(s.numerator for s in steps)), math.gcd(*(s.denominator for s in steps)) or 1)
     if steps and (integer or step.denominator == 1):

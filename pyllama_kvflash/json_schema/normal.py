@@ -33,9 +33,8 @@ class Normal:
             self._document.spend(len(self._shapes[at]))
             todo += reversed([part for shape in self._shapes[at] for part in parts(shape)])
         if size(self._shapes) > MAX_RULES:
-            raise SchemaError(
-                "#", "", f"its lengths and numbers of items need more than {MAX_RULES:,} rules: make them smaller"
-            )
+            why = f"its lengths and numbers of items need more than {MAX_RULES:,} rules: make them smaller"
+            raise SchemaError("#", "", why)
         res = pruned(self._shapes)
         if not res[key]:
             raise self._nothing()

@@ -1,6 +1,4 @@
-"""Whether a value meets a schema: exact, for the values that a schema lists. What cannot be determined raises Unsure: what looks
-into arrays and objects, and regular expressions that have no grammar.
-"""
+"""Exact checks of single values, such as those that a schema lists. Unsure is raised where a check is not possible."""
 
 import json
 import math
@@ -13,11 +11,11 @@ from pyllama_kvflash.json_schema import languages, patterns
 from pyllama_kvflash.json_schema.document import Document, Place, Schema, is_number
 from pyllama_kvflash.json_schema.keywords import DEPENDENT, OF_TYPE, TYPES
 
-_MOST = 1_000  # characters of a text that a regular expression is tried on
+_MOST = 1_000  # characters of a text that is matched with a regular expression
 
 
-class Unsure(Exception):  # noqa: N818 (not an error of anybody's)
-    """It cannot be determined. keyword: what of the place could not be looked at."""
+class Unsure(Exception):  # noqa: N818 (control flow, not an error)
+    """Whether a value meets a schema cannot be determined. keyword: the keyword of the place that cannot be checked."""
 
     def __init__(self, place: Place, keyword: str) -> None:
         super().__init__()
@@ -25,7 +23,7 @@ class Unsure(Exception):  # noqa: N818 (not an error of anybody's)
 
 
 def frozen(value: Any) -> Any:
-    """Return a value in a form that compares as in JSON Schema: 1 equals 1.0, but not `true`."""
+    """Return a hashable form of a value that compares as in JSON Schema: 1 equals 1.0, but not `true`."""
     if isinstance(value, dict):
         return "object", frozenset((name, frozen(part)) for name, part in value.items())
     if isinstance(value, list):
@@ -34,19 +32,19 @@ def frozen(value: Any) -> Any:
 
 
 def exact(number: float) -> Fraction:
-    """Return a number as JSON writes it, exactly."""
+    """Return the exact value of a number's JSON text."""
     return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value: its type, but `fraction` for a number that is no integer."""
+    """Return the kind of a value: its type, but `fraction` for a number that is not an integer."""
     if is_number(value):
         return "integer" if value == int(value) else "fraction"
     return {bool: "boolean", str: "string", list: "array", dict: "object"}.get(type(value), "null")
 
 
 def kinds(types: Iterable[str]) -> frozenset[str]:
-    """Return types as kinds, of which none is part of another."""
+    """Return the kinds of types. Unlike types, kinds do not overlap."""
     return frozenset(kind for name in types for kind in (("integer", "fraction") if name == "number" else (name,)))
 
 
@@ -70,11 +68,11 @@ class Interval:
     high_open: bool = False
 
     @classmethod
-    def of(cls, *schemas: Schema) -> "Interval":
-        """Return the numbers within the bounds of all schemas."""
-        given = [schema for schema in schemas if isinstance(schema, dict)]
-        lows = [bound for schema in given for bound in _bounds(schema, "minimum", "exclusiveMinimum")]
-        highs = [bound for schema in given for bound in _bounds(schema, "maximum", "exclusiveMaximum")]
+    def of(cls, places: Iterable[Place]) -> "Interval":
+        """Return the numbers within the bounds of all places."""
+        schemas = [place.keywords for place in places]
+        lows = [bound for schema in schemas for bound in _bounds(schema, "minimum", "exclusiveMinimum")]
+        highs = [bound for schema in schemas for bound in _bounds(schema, "maximum", "exclusiveMaximum")]
         low = max(lows, default=(None, False))
         high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=(None, False))
         return cls(*low, *high)
@@ -110,7 +108,7 @@ class Checker:
         self._lists: dict[int, list[frozenset[Any]]] = {}  # by the index of a place
 
     def meets(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets a schema, whose references do not go round in circles. Raises Unsure."""
+        """Return whether a value meets a schema. Its references must not form a circle. Raises Unsure."""
         self._document.spend(1)
         if isinstance(place.schema, bool):
             return place.schema
@@ -118,19 +116,19 @@ class Checker:
             kind_of(value) in allowed(place.schema)
             and self._listed(value, place)
             and self._together(value, place)
-            and self._numbers(value, place.schema)
+            and self._numbers(value, place)
             and self._text(value, place)
             and self._within(value, place)
         )
 
     def _listed(self, value: Any, place: Place) -> bool:
-        """Return whether `const` and `enum` of a schema, if it has them, list a value."""
+        """Return whether `const` and `enum` of a schema allow a value."""
         if place.index not in self._lists:
             self._lists[place.index] = [frozenset(map(frozen, values)) for values in listed(place)]
         return all(frozen(value) in values for values in self._lists[place.index])
 
     def _together(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets the schemas that a schema is put together from."""
+        """Return whether a value meets what a schema's references and its keywords that combine schemas ask for."""
         if not all(self.meets(value, target) for target in self._document.refs(place)):
             return False
         all_of = [self.meets(value, one) for one in self._document.children(place, "allOf")]
@@ -146,13 +144,11 @@ class Checker:
         return not place.has(then) or self.meets(value, self._document.child(place, then))
 
     @staticmethod
-    def _numbers(value: Any, schema: dict[str, Any]) -> bool:
+    def _numbers(value: Any, place: Place) -> bool:
         if not is_number(value):
             return True
-        number = exact(value)
-        if number not in Interval.of(schema):
-            return False
-        return "multipleOf" not in schema or (number / exact(schema["multipleOf"])).denominator == 1
+        step = place.get("multipleOf")
+        return exact(value) in Interval.of([place]) and (step is None or (exact(value) / exact(step)).denominator == 1)
 
     def _text(self, value: Any, place: Place) -> bool:
         if not isinstance(value, str):
@@ -163,7 +159,7 @@ class Checker:
 
     @staticmethod
     def matches(text: str, place: Place, keyword: str, pattern: str) -> bool:
-        """Return whether a regular expression of a place is found in a text. Raises Unsure."""
+        """Return whether a regular expression of a place matches anywhere in a text. Raises Unsure."""
         try:
             language = patterns.language(pattern)
         except patterns.PatternError:
@@ -174,7 +170,7 @@ class Checker:
 
     @staticmethod
     def _within(value: Any, place: Place) -> bool:
-        """Return True, if nothing is said of what is in an array or an object."""
+        """Return True if no keyword constrains what an array or an object contains. Otherwise raises Unsure."""
         words = OF_TYPE.get(kind_of(value), frozenset()) if isinstance(value, list | dict) else frozenset()
         for keyword in place.keywords:
             if keyword in words or (keyword in DEPENDENT and isinstance(value, dict)):

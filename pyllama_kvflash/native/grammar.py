@@ -1,4 +1,4 @@
-"""Grammars (GBNF) that constrain an answer: checked, and compiled once for each model."""
+"""Grammars (GBNF) that constrain an answer. Each is checked and compiled once per model."""
 
 import re
 import threading
@@ -21,8 +21,9 @@ from pyllama_kvflash.native.model import Model
 class Grammar:
     """GBNF that constrains an answer, starting at the rule `root`.
 
-    after: text before the answer that belongs to the grammar. lazy: the grammar applies only from the first match of a pattern
-    (regular expressions, from the answer's start) or token on, but not between `thinking` and one of `thought`.
+    after: text before the answer that belongs to the grammar. lazy: the grammar applies only from the first match of one of
+    `patterns` (regular expressions, from the answer's start), or from one of `tokens`, but not between `thinking` and any of
+    `thought`.
     """
 
     text: str
@@ -36,12 +37,12 @@ class Grammar:
 
 _QUOTED = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^>]*>|#[^\n]*'
 _PARTS = re.compile(_QUOTED + r"|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}|::=|[()]", re.DOTALL)
-"""Quoted parts of a grammar, repetitions, the starts of rules, and groups."""
+"""Quoted parts of a grammar, repetitions, definitions of rules, and parentheses."""
 _MAX_GROUPS, _MAX_RULES, _MAX_REPEATED = 200, 20_000, 1_000_000
 
 
 def _check_size(text: str) -> None:
-    """Raise UsageError for a grammar with which llama.cpp would run out of memory or stack: it checks neither."""
+    """Raise UsageError for a grammar that would exhaust llama.cpp's memory or stack. llama.cpp checks neither."""
     depth = n_rules = n_repeated = 0
     before = ""  # the last literal, class or group
     for found in _PARTS.finditer(text):
@@ -63,7 +64,7 @@ def _check_size(text: str) -> None:
 
 
 def unusable(why: str) -> errors.UsageError:
-    """Return the error for a grammar. why: the fault."""
+    """Return the error for a grammar that cannot be used."""
     return errors.UsageError(f"the grammar cannot be used: {why}")
 
 
@@ -139,7 +140,7 @@ class Follower:
         check(lib.kvf_grammar_accept(self.handle, token))
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that may follow, (n_vocab,) bool. A lazy grammar must have begun."""
+        """Return the mask of the tokens that may follow, (n_vocab,) bool. A lazy grammar must have begun to apply."""
         return _mask(self.handle, self._n_vocab)
 
 
@@ -156,7 +157,7 @@ def _copy(handle: Any) -> Any:
 
 
 def check_grammar(grammar: str | Grammar, model: Model) -> None:
-    """Raise UsageError unless a grammar (GBNF) can be used with a model. Compiles it, so that later uses start at once."""
+    """Compile a grammar (GBNF) for a model, so that later uses start at once. Raises UsageError if it cannot be used."""
     _compiled(grammar, model)
 
 
