@@ -310,8 +310,8 @@ def _names(value: Any) -> bool:
 
 
 _WORDS: dict[str, tuple[Any, str]] = {
-    "type": (lambda v: v != [], "a type, or an array of them, not empty"),
-    "enum": (lambda v: isinstance(v, list) and len(v) > 0, "an array of values, not empty"),
+    "type": (lambda v: v != [], "a type, or an array of at least one type"),
+    "enum": (lambda v: isinstance(v, list) and len(v) > 0, "an array of at least one value"),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
                      "maxContains"), (is_count, "an integer of 0 or more")),
     **dict.fromkeys(("minimum", "maximum"), (is_number, "a number")),
