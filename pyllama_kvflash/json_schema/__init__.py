@@ -58,7 +58,7 @@ class Checked:
 def json_grammar(schema: str, *, strict: bool = False, note: Callable[[str], None] = warnings.warn) -> str:
     """Return the grammar (GBNF) of the texts that a JSON schema allows.
 
-    note: called with a sentence for each keyword that is not enforced. strict: refuse such a schema.
+    note: called with a sentence for each keyword that is not enforced. strict: refuse such a schema, unless the keyword is an annotation.
 
     Raises SchemaError (a UsageError), which names the place and the keyword.
     """
@@ -90,7 +90,7 @@ def check_arguments(schema: Any) -> Checked:
     """Check the schema of a call's arguments, which are an object. Parts that cannot be used allow any value and are in `loosened`."""
     try:
         document = Document(schema)
-        errors, res = document.errors, _checked(schema, document, of_objects=True)
+        errors, res = [*document.errors], _checked(schema, document, of_objects=True)
     except SchemaError as err:
         errors, res = [err], _checked(schema, Document(True), of_objects=True)
     return replace(res, loosened=(*(Loosened(e.pointer, e.keyword, e.what) for e in errors), *res.loosened))

@@ -38,7 +38,7 @@ class Branch:
 
     @property
     def places(self) -> Collection[Place]:
-        """The schemas, in the order of the properties they name."""
+        """The schemas, in the order of their properties."""
         return self.have.values()
 
     @property
@@ -96,7 +96,7 @@ class Branches:
         return [branch]
 
     def _together(self, place: Place) -> list[Place]:
-        """Return a place and those that its values must meet, too, in the order of the properties they name."""
+        """Return a place and the places that its values must also meet, in the order of their properties."""
         res = [] if place.has("properties") else [place]
         for keyword in place.keywords:
             if keyword == "properties":

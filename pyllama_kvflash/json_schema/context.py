@@ -41,7 +41,7 @@ class Context:
         return tuple(sorted({p.index for p in places if p.schema is False or not all(map(is_annotation, p.keywords))}))
 
     def note(self, place: Place, keyword: str, why: str, *, annotation: bool = False) -> None:
-        """Note that a keyword is not enforced. A made place's pointer may name a schema without the keyword: then name its own keyword."""
+        """Note that a keyword is not enforced. If the schema at the place's pointer lacks it, note the keyword that holds that schema."""
         pointer = place.pointer
         if not self.document.at(pointer).has(keyword) and pointer != "#":
             pointer, _, last = pointer.rpartition("/")

@@ -54,7 +54,7 @@ class Writer:
         return names, "".join(f"{rule} ::= " + (body or '""') + "\n" for rule, body in self._rules.items())
 
     def _value(self, key: Key) -> str:
-        """Return the name of the rule for a key, which is written later."""
+        """Return the name of the rule for a key. The rule is written later."""
         if self._shapes[key] == [Anything()]:
             return self._fixed("value")
         if key not in self._names:

@@ -240,7 +240,7 @@ def lengths(language: Language) -> tuple[int, float]:
 
 
 def _parts(language: Language) -> Iterable[Language]:
-    """Return the languages that a language is directly made of."""
+    """Return the languages that a language directly consists of."""
     match language:
         case Seq(parts) | Choice(parts) | Both(parts):
             return parts
@@ -301,7 +301,7 @@ def states(language: Language) -> States | None:
 
 
 def fulfilled(uses: Mapping[_K, Iterable[_K]], holds: Callable[[_K, set[_K]], bool]) -> set[_K]:
-    """Return the least set of keys in which each key holds. uses: the keys that a key depends on. holds: given the set so far."""
+    """Return the keys that hold: the least fixed point. uses: the keys that a key depends on. holds: given the keys found so far."""
     users: dict[_K, list[_K]] = {}
     for key, parts in uses.items():
         for part in parts:

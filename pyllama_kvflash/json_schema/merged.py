@@ -192,8 +192,8 @@ def arrays(context: Context, branch: Branch, key: Key) -> list[Shape]:
 
 
 def _unevaluated(context: Context, branch: Branch, keyword: str, key: Key) -> list[Place]:
-    """Return the schemas of unevaluatedItems or unevaluatedProperties, which apply to all items or properties that nothing else
-    evaluates. That is known if one place says all about the value, but for its type; otherwise the keyword is noted.
+    """Return the schemas of unevaluatedItems or unevaluatedProperties. They apply to items or properties that nothing else evaluates.
+    These are known only if one place has all keywords for the value, except `type`. Otherwise the keyword is noted.
     """
     res = []
     for place, _ in branch.having(keyword):

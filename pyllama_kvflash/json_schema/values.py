@@ -93,7 +93,7 @@ class Interval:
 
 
 def _bounds(schema: dict[str, Any], word: str, exclusive: str) -> Iterator[tuple[Fraction, bool]]:
-    """Yield the bounds that two keywords set, each with whether it is open. In draft 4, `exclusive` is a boolean."""
+    """Yield the bounds that two keywords set, each with whether it is open. In draft 4, the value of `exclusive` is a boolean."""
     if word in schema:
         yield exact(schema[word]), schema.get(exclusive) is True
     if is_number(schema.get(exclusive)):
