@@ -1,12 +1,11 @@
-"""JSON schemas as grammars: every keyword is enforced, or named as one that is not. Nothing here needs the native library.
+"""JSON schemas as grammars. A keyword that is not enforced is named. Nothing here needs the native library.
 
-A schema is surveyed (`document`), put together (`branches`, `merged`, `objects`: `normal`), and its shapes are written as a
-grammar (`gbnf`). `keywords` says what comes of each keyword.
+`document` surveys a schema, `branches` and `merged` turn it into shapes (by `normal`), and `gbnf` writes the shapes as a grammar.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyllama_kvflash.json_schema.arguments import Argument, Arguments, arguments
@@ -35,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A schema that can be enforced, but for `loosened`. source: the schema as it was given."""
+    """A schema that can be enforced. source: the schema as given. key: of its shapes. loosened: the keywords that are not enforced."""
 
     source: Any
     shapes: Shapes
@@ -48,22 +47,20 @@ class Checked:
         return f"root ::= {name}\n{rules}"
 
     def rules(self, prefix: str, values: Sequence[Sequence[Key]]) -> tuple[list[str], str]:
-        """Return GBNF for values of which each is of one of some keys: the names of their rules, and all rules, whose names have
-        a prefix.
-        """
+        """Return the names of rules, one for each of some values, and all rules (GBNF). Each value has a shape of any of its keys."""
         return Writer(self.shapes, prefix).written(values)
 
     def arguments(self) -> Arguments:
-        """Return the arguments of a call that keeps to the schema."""
+        """Return the arguments of a call that this schema describes."""
         return arguments(self.shapes, self.key)
 
 
 def json_grammar(schema: str, *, strict: bool = False, note: Callable[[str], None] = warnings.warn) -> str:
     """Return the grammar (GBNF) of the texts that a JSON schema allows.
 
-    note: called with a sentence about each keyword that is not enforced. strict: such a schema is an error instead.
+    note: called with a sentence for each keyword that is not enforced. strict: refuse such a schema, unless the keyword is an annotation.
 
-    Raises UsageError, and SchemaError, which names the place and the keyword.
+    Raises SchemaError (a UsageError), which names the place and the keyword.
     """
     checked = check(loads(schema), strict=strict)
     for loosened in checked.loosened:
@@ -72,10 +69,7 @@ def json_grammar(schema: str, *, strict: bool = False, note: Callable[[str], Non
 
 
 def check(schema: Any, *, strict: bool = False) -> Checked:
-    """Return a schema, checked. strict: what cannot be enforced is an error, too, unless it is an annotation.
-
-    Raises SchemaError.
-    """
+    """Check a schema. strict: refuse keywords that cannot be enforced, except annotations. Raises SchemaError."""
     document = Document(schema)
     if document.errors:
         raise document.errors[0]
@@ -93,17 +87,13 @@ def refuse_loosened(checked: Checked) -> None:
 
 
 def check_arguments(schema: Any) -> Checked:
-    """Return the schema of a call's arguments, which are an object. What cannot be used of it is any value, as is named in
-    `loosened`.
-    """
+    """Check the schema of a call's arguments, which are an object. Parts that cannot be used allow any value and are in `loosened`."""
     try:
         document = Document(schema)
-        of_errors = tuple(Loosened(e.pointer, e.keyword, e.what) for e in document.errors)
-        res = _checked(schema, document, of_objects=True)
+        errors, res = [*document.errors], _checked(schema, document, of_objects=True)
     except SchemaError as err:
-        res = _checked(schema, Document(True), of_objects=True)
-        of_errors = (Loosened(err.pointer, err.keyword, err.what),)
-    return Checked(schema, res.shapes, res.key, (*of_errors, *res.loosened))
+        errors, res = [err], _checked(schema, Document(True), of_objects=True)
+    return replace(res, loosened=(*(Loosened(e.pointer, e.keyword, e.what) for e in errors), *res.loosened))
 
 
 def _checked(schema: Any, document: Document, *, of_objects: bool = False) -> Checked:

@@ -1,4 +1,4 @@
-"""What is known while a schema is put together, and what is noted of it."""
+"""The state of a schema's conversion: its document, the checker of single values, and the keywords that are not enforced."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pyllama_kvflash.json_schema.values import Checker, Unsure
 
 @dataclass(frozen=True, slots=True)
 class Loosened:
-    """A keyword that is not enforced: where, and why. annotation: JSON Schema itself lets it be ignored."""
+    """A keyword that is not enforced. pointer: of its schema. annotation: JSON Schema itself lets it be ignored."""
 
     pointer: str
     keyword: str
@@ -22,12 +22,12 @@ class Loosened:
     annotation: bool = False
 
     def __str__(self) -> str:
-        """A sentence."""
+        """Return a sentence that names the place and the reason."""
         return f"{place_of(self.pointer, self.keyword)} is not enforced: {self.why}"
 
 
 class Context:
-    """A document, with what looks at it. loosened: what is not enforced, in its order."""
+    """A document during its conversion. loosened: the keywords that are not enforced, in the order in which they were noted."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -37,11 +37,11 @@ class Context:
         self._states_left = 3 * languages.MAX_STATES  # a second or two
 
     def key(self, places: Iterable[Place]) -> Key:
-        """Return the key of places that must all be met."""
-        return tuple(sorted({p.index for p in places if not _trivial(p)}))
+        """Return the key of places that must all be met, without those that allow any value."""
+        return tuple(sorted({p.index for p in places if p.schema is False or not all(map(is_annotation, p.keywords))}))
 
     def note(self, place: Place, keyword: str, why: str, *, annotation: bool = False) -> None:
-        """Note that a keyword of a place is not enforced. If what the place was made of lacks it, that is not enforced."""
+        """Note that a keyword is not enforced. If the schema at the place's pointer lacks it, note the keyword that holds that schema."""
         pointer = place.pointer
         if not self.document.at(pointer).has(keyword) and pointer != "#":
             pointer, _, last = pointer.rpartition("/")
@@ -49,29 +49,25 @@ class Context:
         self.loosened.setdefault(Loosened(pointer, keyword, why, annotation))
 
     def note_all(self, branch: Branch, keywords: Iterable[str], why: str) -> None:
-        """Note that keywords are not enforced, wherever a branch has them."""
+        """Note each place where a branch has one of some keywords, which are not enforced."""
         for keyword in keywords:
             for place, _ in branch.having(keyword):
                 self.note(place, keyword, why)
 
     def has_grammar(self, language: languages.Language) -> bool:
-        """Return whether a language is simple enough: of itself, and with all others of the document."""
+        """Return whether a language has few enough states. Once all languages together have too many, further ones have no grammar."""
         if languages.is_regular(language):
             return True
         if language not in self._known:
             found = languages.states(language) if self._states_left > 0 else None
-            self._states_left -= languages.MAX_STATES if found is None else len(found) // 4  # which are quickly found
+            self._states_left -= languages.MAX_STATES if found is None else len(found) // 4  # found quickly
             self._known[language] = found is not None
         return self._known[language]
 
     def meets(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets a schema; True, with a note, if that cannot be determined."""
+        """Return whether a value meets a schema. If that cannot be determined, note it and return True."""
         try:
             return self.checker.meets(value, place)
         except Unsure as unsure:
             self.note(unsure.place, unsure.keyword, "whether a value keeps to it cannot be determined")
             return True
-
-
-def _trivial(place: Place) -> bool:
-    return place.schema is True or (isinstance(place.schema, dict) and all(map(is_annotation, place.schema)))

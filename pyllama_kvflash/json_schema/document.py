@@ -1,30 +1,30 @@
-"""A JSON schema as a document: every schema in it has a place, and references find theirs. Nothing here knows grammars."""
+"""A JSON schema as a document: it finds each schema within, and the targets of references. It knows nothing of grammars."""
 
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 from urllib.parse import unquote, urljoin
 
 from pyllama_kvflash.errors import UsageError
-from pyllama_kvflash.json_schema.keywords import KEYWORDS, LIST, MAP, ONE, TYPES, is_annotation
+from pyllama_kvflash.json_schema.keywords import KEYWORDS, LIST, MAP, ONE, SAME_VALUE, TYPES, is_annotation
 
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-MAX_DEPTH = 100  # of schemas in schemas
+MAX_DEPTH = 100  # of nested schemas
 MAX_SCHEMAS = 20_000
 MAX_VALUES = 20_000  # of an enum
 MAX_TEXT = 4 << 20  # characters of a schema
-MAX_NAME = 1_000  # characters of a property's name, or of a pattern
-MAX_WORK = 200_000  # values looked at, and schemas in branches: some seconds
+MAX_NAME = 1_000  # characters of a property's name, a pattern or another name
+MAX_WORK = 200_000  # checks of values, and schemas in branches: some seconds
 MAX_COUNT = 100_000  # of a length, or a number of items
-
 
 Schema = bool | dict[str, Any]
 
 
 def place_of(pointer: str, keyword: str) -> str:
-    """Return where a keyword is, to show: on one line, and cut."""
+    """Return the place of a keyword for a message: on one line, shortened."""
     at = pointer if not keyword else f"{pointer}/{escaped(keyword)}"
     at = "".join(char if char.isprintable() else "?" for char in at)
     return at if len(at) <= 200 else f"{at[:100]}...{at[-90:]}"  # noqa: PLR2004 (characters)
@@ -33,8 +33,7 @@ def place_of(pointer: str, keyword: str) -> str:
 class SchemaError(UsageError):
     """A schema cannot be used.
 
-    pointer: where ("#": the whole). keyword: the one at fault; "" if no single one is. what: the fault.
-    at: the place, as shown.
+    pointer: of the schema at fault ("#": the whole). keyword: "": no single one. what: the fault. at: the place, as shown.
     """
 
     def __init__(self, pointer: str, keyword: str, what: str) -> None:
@@ -45,8 +44,10 @@ class SchemaError(UsageError):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A schema in a document. index: in the order of the document. path: its pointer, with marks of what was made of one
-    (after a zero byte). schema: `true` where it cannot be used. base: the URI that its references start from.
+    """A schema in a document, or one made from it.
+
+    path: its JSON pointer; a made one has a zero byte and a mark after it. schema: True if it cannot be used. base: the URI that
+    relative references resolve against.
     """
 
     index: int
@@ -56,23 +57,28 @@ class Place:
 
     @property
     def pointer(self) -> str:
-        """The JSON pointer of the schema, or of the one that it was made of."""
+        """The JSON pointer of the schema, or of the schema that it was made from."""
         return self.path.partition("\0")[0]
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of the schema with their values; {} for `true` and `false`."""
+        return self.schema if isinstance(self.schema, dict) else {}
 
     def has(self, keyword: str) -> bool:
         """Return whether the schema has a keyword."""
-        return isinstance(self.schema, dict) and keyword in self.schema
+        return keyword in self.keywords
 
     def get(self, keyword: str, default: Any = None) -> Any:
-        """Return the value of a keyword."""
-        return self.schema.get(keyword, default) if isinstance(self.schema, dict) else default
+        """Return the value of a keyword; default: the schema does not have it."""
+        return self.keywords.get(keyword, default)
 
 
 class Document:
-    """A schema, surveyed.
+    """A surveyed schema.
 
-    places: the schemas in it, and those made of it. errors: those that are not schemas, in their order; such a place is as
-    `true`. unknown: keywords that nobody knows, with their places, and why.
+    places: the schemas in it, and those made from them. errors: the faults of parts that are not schemas; such a part counts as
+    `true`. unknown: keywords that have no effect, each with its place and the reason.
 
     Raises SchemaError if it is too large or too deep.
     """
@@ -91,23 +97,26 @@ class Document:
         self._refuse_circles()
 
     def spend(self, work: int) -> None:
-        """Count work of putting the schema together. Raises SchemaError when it is too much."""
+        """Count work. Raises SchemaError when the conversion takes too much of it."""
         self._left -= work
         if self._left < 0:
-            raise SchemaError(
-                "#", "", "it takes too long to put together: use fewer values, anyOf, oneOf and allOf in each other"
-            )
+            why = "it takes too long to put together: use fewer values, anyOf, oneOf and allOf in each other"
+            raise SchemaError("#", "", why)
 
     def at(self, pointer: str) -> Place:
-        """Return the place that a pointer names, which is there."""
+        """Return the place of a pointer, which must exist."""
         return self._at[pointer]
 
     def child(self, place: Place, *parts: str | int) -> Place:
-        """Return the place of a schema within another one."""
+        """Return the place of a schema within another schema."""
         return self._at[_below(place.path, *map(str, parts))]
 
+    def children(self, place: Place, keyword: str) -> list[Place]:
+        """Return the places of the schemas in an array; []: the schema does not have the keyword."""
+        return [self.child(place, keyword, i) for i in range(len(place.get(keyword, ())))]
+
     def made(self, place: Place, mark: str, schema: Schema) -> Place:
-        """Return the place of a schema that is made of one that is there: the same for the same mark."""
+        """Return the place of a schema made from another one. A mark names one such schema of a place."""
         path = f"{place.path}\0{mark}"
         if path not in self._at:
             self._survey(schema, path, place.base)
@@ -124,9 +133,7 @@ class Document:
             raise SchemaError(
                 place.pointer, keyword, f"{ref[:100]!r} is not in this document: put what it names in $defs"
             )
-        found = (
-            start if not name else self._pointed(start, name) if name[0] == "/" else self._anchored(uri, name, keyword)
-        )
+        found = self._pointed(start, name) if name[:1] == "/" else self._anchored(uri, name, keyword) if name else start
         if found is None:
             raise SchemaError(place.pointer, keyword, f"there is no {ref[:100]!r} in this document")
         return found
@@ -138,7 +145,7 @@ class Document:
         return found[0] if len(found) == 1 else None
 
     def _pointed(self, start: Place, path: str) -> Place | None:
-        """Return the place that a JSON pointer names, which may be where no schema is looked for."""
+        """Return the place of a JSON pointer, also of one that was not surveyed because no keyword holds it; None: nothing is there."""
         value: Any = start.schema
         for part in path[1:].split("/"):
             name = unescaped(part)
@@ -152,11 +159,11 @@ class Document:
         return self._at.get(path) or self._survey(value, path, start.base)
 
     def refs(self, place: Place) -> list[Place]:
-        """Return the places that a schema refers to, and must be met with it."""
+        """Return the targets of a schema's references. A value of the schema must meet them, too."""
         return [self.target(place, keyword) for keyword in REFERENCES if place.has(keyword)]
 
     def _link(self) -> None:
-        """Find what all references name. A schema with one that names nothing is an error."""
+        """Find the targets of all references. A reference without a target is an error."""
         while self._n_linked < len(self.places):  # finding one may add places
             place = self.places[self._n_linked]
             self._n_linked += 1
@@ -170,7 +177,7 @@ class Document:
         place.schema = True
 
     def _refuse_circles(self) -> None:
-        """Refuse schemas that a value meets if it meets them: they say nothing, and looking would have no end."""
+        """Refuse schemas that apply themselves to the same value: they say nothing, and a check would not end."""
         done: set[int] = set()
         for start in list(self.places):
             path: dict[int, Place] = {}
@@ -187,16 +194,9 @@ class Document:
                     todo += [(place, True), *((other, False) for other in self._same_value(place))]
 
     def _same_value(self, place: Place) -> list[Place]:
-        """Return the places that a value is looked at by if it is looked at by this one."""
-        res = self.refs(place)
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            res += [self.child(place, keyword, i) for i in range(len(place.get(keyword, ())))]
-        res += [self.child(place, keyword) for keyword in ("not", "if", "then", "else") if place.has(keyword)]
-        for keyword in ("dependentSchemas", "dependencies"):
-            res += [
-                self.child(place, keyword, n) for n, sub in place.get(keyword, {}).items() if not isinstance(sub, list)
-            ]
-        return res
+        """Return the places that apply to each value that this place applies to."""
+        below = [path for path, _ in _subschemas(place.keywords) if path[0] in SAME_VALUE]
+        return self.refs(place) + [self.child(place, *path) for path in below]
 
     #
     # the survey
@@ -223,7 +223,7 @@ class Document:
         return place
 
     def _name(self, place: Place, schema: dict[str, Any]) -> None:
-        """Note what references may call a schema, and what it has that nobody knows."""
+        """Note the names that references may use for a schema, and its unknown keywords."""
         name = schema.get("$id", "")
         if name.startswith("#"):  # of draft 7
             self._anchors.setdefault((place.base, name[1:]), []).append(place)
@@ -242,12 +242,12 @@ class Document:
 
 
 def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the schemas of a schema, each with its path."""
+    """Yield the schemas directly within a schema, each with its path."""
     for keyword, value in schema.items():
         if keyword in LIST and isinstance(value, list):
             yield from (((keyword, str(i)), sub) for i, sub in enumerate(value))
         elif keyword in MAP:
-            named = keyword == "dependencies"  # which may be lists of names
+            named = keyword == "dependencies"  # its values may be lists of names
             yield from (((keyword, name), sub) for name, sub in value.items() if not (named and isinstance(sub, list)))
         elif keyword in ONE:
             yield (keyword,), value
@@ -258,17 +258,17 @@ def _below(path: str, *parts: str) -> str:
 
 
 def escaped(part: str) -> str:
-    """Return a name as a part of a JSON pointer."""
+    """Return a name, escaped for a JSON pointer."""
     return part.replace("~", "~0").replace("/", "~1")
 
 
 def unescaped(part: str) -> str:
-    """Return a part of a JSON pointer as a name."""
+    """Return the name that a part of a JSON pointer stands for."""
     return part.replace("~1", "/").replace("~0", "~")
 
 
 def loads(text: str) -> Any:
-    """Return the value of a schema's text. Raises SchemaError."""
+    """Parse a schema's text. Raises SchemaError."""
     if len(text) > MAX_TEXT:
         raise SchemaError("#", "", f"it has more than {MAX_TEXT:,} characters")
     try:
@@ -280,26 +280,24 @@ def loads(text: str) -> Any:
 
 
 def _not_json(name: str) -> None:
-    msg = f"{name} is not a number of JSON"
+    msg = f"{name} is not a JSON number"
     raise ValueError(msg)
 
 
 #
-# what is not a schema
+# faults of schemas
 #
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON has it, cut."""
+    """Return a value as JSON, shortened."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 (characters)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number of JSON that can be counted with."""
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")  # nor NaN
-    )
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < inf
 
 
 def is_count(value: Any) -> bool:
@@ -312,6 +310,8 @@ def _names(value: Any) -> bool:
 
 
 _WORDS: dict[str, tuple[Any, str]] = {
+    "type": (lambda v: v != [], "a type, or an array of at least one type"),
+    "enum": (lambda v: isinstance(v, list) and len(v) > 0, "an array of at least one value"),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
                      "maxContains"), (is_count, "an integer of 0 or more")),
     **dict.fromkeys(("minimum", "maximum"), (is_number, "a number")),
@@ -328,18 +328,13 @@ _WORDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(MAP - {"dependencies"}, (lambda v: isinstance(v, dict), "an object of schemas")),
     **dict.fromkeys(LIST - {"items"}, (lambda v: isinstance(v, list) and len(v) > 0, "an array of schemas, not empty")),
 }  # fmt: skip
-"""What a keyword's value must be: a test of it, and the words for it."""
+"""A test of a keyword's value, and the words for what it must be."""
 
-_ORDERED = (
-    ("minLength", "maxLength"),
-    ("minItems", "maxItems"),
-    ("minProperties", "maxProperties"),
-    ("minimum", "maximum"),
-)
+_ORDERED = [(word, word.replace("min", "max")) for word in ("minLength", "minItems", "minProperties", "minimum")]
 
 
 def _fault(schema: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a schema itself, by keyword; None if nothing is."""
+    """Return the first fault of a schema itself, with its keyword; None: it has none."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):
@@ -356,26 +351,21 @@ def _fault(schema: Any) -> tuple[str, str] | None:
     return None
 
 
-def _value_fault(keyword: str, value: Any) -> str | None:  # noqa: PLR0911 (one for each kind)
+def _value_fault(keyword: str, value: Any) -> str | None:  # noqa: PLR0911 (one for each fault)
     if keyword == "type":
         names = value if isinstance(value, list) else [value]
         bad = [name for name in names if name not in TYPES]
         if bad:
             return f"{shown(bad[0])} is not a type: give one of {', '.join(TYPES)}"
-        return None if names else "it is empty: give at least one type"
-    if keyword == "enum":
-        if not isinstance(value, list) or not value:
-            return "give an array of at least one value"
-        return f"it has {len(value):,} values, and may have {MAX_VALUES:,}" if len(value) > MAX_VALUES else None
-    if keyword in MAP and isinstance(value, dict) and any(len(name) > MAX_NAME for name in value):
-        return f"a name in it has more than {MAX_NAME:,} characters"
     test, words = _WORDS.get(keyword, (None, ""))
     if test and not test(value):
         return f"{shown(value)} is not {words}"
+    if keyword == "enum" and len(value) > MAX_VALUES:
+        return f"it has {len(value):,} values, and may have {MAX_VALUES:,}"
+    if keyword in MAP and any(len(name) > MAX_NAME for name in value):
+        return f"a name in it has more than {MAX_NAME:,} characters"
     if keyword.startswith("min") and test is is_count and value > MAX_COUNT:
         return f"{shown(value)} is more than can be counted: give at most {MAX_COUNT:,}"
-    if keyword in {"const", "enum"}:
-        return None
-    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+    if keyword != "const" and isinstance(value, str) and re.search("[\ud800-\udfff]", value):
         return "it is not Unicode text: half of a surrogate pair"
     return None

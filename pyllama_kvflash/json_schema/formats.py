@@ -1,4 +1,4 @@
-"""Formats of strings, as regular expressions: each text of one is valid, and the usual ones are in it."""
+"""Formats of strings as regular expressions. Each matching text is valid; some unusual valid texts do not match."""
 
 _HEX = "[0-9a-fA-F]"
 _DATE = (
@@ -22,7 +22,7 @@ _IPV6 = "|".join([
 
 
 def _domain(least: int, most: int, letters: int) -> str:
-    """Return a name with so many dots; letters: the most in each part, beside single hyphens."""
+    """Return names with least to most dots. letters: the most in each part, besides single hyphens."""
     part = rf"[a-zA-Z0-9](-?[a-zA-Z0-9]){{0,{letters - 1}}}"
     return rf"{part}(\.{part}){{{least},{most}}}"
 
@@ -59,4 +59,4 @@ FORMATS = {
         "relative-json-pointer": rf"(0|[1-9]\d*)(#|{_POINTER})",
     }.items()
 }
-"""RFC 3339 (appendix A, too), 4122, 2673, 4291, 1123, 5321 (a name and a domain, without quotes), 3986, 6901."""
+"""RFC 3339 (with appendix A), 4122, 2673, 4291, 1123, 5321 (a name and a domain, without quotes), 3986, 6901."""

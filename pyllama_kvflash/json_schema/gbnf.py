@@ -1,44 +1,19 @@
-"""Shapes as a grammar (GBNF) of their JSON: properties in the order of the schema, white space as llama.cpp's own grammars have
-it.
-"""
+"""Shapes as a grammar (GBNF) of JSON texts, with properties in the schema's order and the white space of llama.cpp's grammars."""
 
 import re
 from collections.abc import Sequence
+from math import inf
 
-from pyllama_kvflash.json_schema.languages import (
-    ALL,
-    ANYTHING,
-    EMPTY,
-    Chars,
-    Choice,
-    Language,
-    Many,
-    Ranges,
-    Seq,
-    is_regular,
-    minus,
-    nullable,
-    states,
-)
-from pyllama_kvflash.json_schema.shapes import (
-    BLOCK,
-    Anything,
-    Array,
-    Key,
-    Number,
-    Object,
-    Shape,
-    Shapes,
-    Text,
-    Values,
-)
+from pyllama_kvflash.json_schema import languages
+from pyllama_kvflash.json_schema.languages import ALL, ANYTHING, EMPTY, Chars, Choice, Language, Many, Ranges, Seq
+from pyllama_kvflash.json_schema.shapes import BLOCK, Anything, Array, Key, Number, Object, Shape, Shapes, Text, Values
 from pyllama_kvflash.json_schema.values import text_of
 
 _FIXED = {
     "space": r'| " " | "\n"{1,2} [ \t]{0,20}',
     "hex": "[0-9a-fA-F]",
     "plain": r'[^"\\\x7F\x00-\x1F]',
-    # no half of a surrogate pair, and a pair is one character
+    # a surrogate pair is one character; half of a pair is not allowed
     "char": r'$plain | "\\" (["\\/bfnrt] | "u" ([0-9a-cA-CefEF] $hex{3} | [dD] [0-7] $hex{2}'
     r' | [dD] [89abAB] $hex{2} "\\u" [dD] [c-fC-F] $hex{2}))',
     "string": r'"\"" $char* "\""',
@@ -47,27 +22,27 @@ _FIXED = {
     "array": '"[" $space ($value ("," $space $value)*)? $space "]"',
     "value": '$object | $array | $string | $number | "true" | "false" | "null"',
 }
-"""Rules that schemas share; $ names one of them."""
+"""Rules that do not depend on the schema. $ marks the name of such a rule."""
 
 
 def literal(text: str) -> str:
-    """Return a text as GBNF."""
+    """Return the GBNF literal of a text."""
     for char, code in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r")):
         text = text.replace(char, code)
     return f'"{text}"'
 
 
 class Writer:
-    """Writes rules. prefix: of all their names."""
+    """Writes the rules of shapes. prefix: of all names of rules."""
 
     def __init__(self, shapes: Shapes, prefix: str) -> None:
         self._shapes, self._prefix = shapes, prefix
         self._rules: dict[str, str] = {}
-        self._names: dict[object, str] = {}  # of rules, by what they are for
+        self._names: dict[object, str] = {}  # of rules, by key, state, or ("body", body)
         self._todo: list[tuple[str, Key]] = []
 
     def written(self, values: Sequence[Sequence[Key]]) -> tuple[list[str], str]:
-        """Return the names of rules for values, each of one of some keys, and all rules, each on a line."""
+        """Return the names of rules for values, and all rules, each on a line. A value has a shape of any of its keys."""
         names = [
             self._value(keys[0]) if len(keys) == 1 else self._rule(" | ".join(map(self._value, keys)))
             for keys in values
@@ -75,11 +50,11 @@ class Writer:
         while self._todo:
             rule, at = self._todo.pop()
             self._rules[rule] = " | ".join(self._shape(shape) for shape in self._shapes[at])
-        # an empty body would take the next line for its own
+        # the parser would read the line after an empty body as the body
         return names, "".join(f"{rule} ::= " + (body or '""') + "\n" for rule, body in self._rules.items())
 
     def _value(self, key: Key) -> str:
-        """Return the name of the rule for a key, which is written later."""
+        """Return the name of the rule for a key. The rule is written later."""
         if self._shapes[key] == [Anything()]:
             return self._fixed("value")
         if key not in self._names:
@@ -93,13 +68,13 @@ class Writer:
         return name
 
     def _rule(self, body: str) -> str:
-        """Return the name of a rule of this body."""
+        """Return the name of the rule with a body."""
         if ("body", body) not in self._names:
             self._names["body", body] = self._new(body)
         return self._names["body", body]
 
     def _fixed(self, name: str) -> str:
-        """Return the name of a rule that every schema has, with those that it uses."""
+        """Return the name of one of the rules of _FIXED, written with the rules that it uses."""
         own = f"{self._prefix}{name}"
         if own not in self._rules:
             self._rules[own] = ""
@@ -108,8 +83,8 @@ class Writer:
 
     def _shape(self, shape: Shape) -> str:
         match shape:
-            case Values(values):
-                return " | ".join(literal(text_of(value)) for value in values)
+            case Values(texts):
+                return " | ".join(map(literal, texts))
             case Number(_, digits):
                 return self._fixed("number") if digits is None else self._language(digits)
             case Text(language):
@@ -132,7 +107,7 @@ class Writer:
         return self._fixed("string") if language == ANYTHING else rf'"\"" {self._language(language)} "\""'
 
     def _language(self, language: Language) -> str:
-        """Return the texts of a language, as JSON has them in a string: one item of a sequence, or several."""
+        """Return the GBNF of a language's texts within a JSON string. It may have several items, but no alternatives at the top."""
         match language:
             case Chars(found):
                 return self._fixed("char") if found == ALL else _class(found)
@@ -158,33 +133,39 @@ class Writer:
         return self._spaced(*res) or '""'
 
     def _state(self, language: Language) -> str:
-        """Return the name of the rule of an intersection or a complement: a rule for each of its states."""
-        found = states(language) or {}
+        """Return the name of the rule of a language that is not regular. Each of its states gets a rule."""
+        found = languages.states(language) or {}
         new = [state for state in found if state not in self._names]
         self._names |= {state: self._new("") for state in new}
         for state in new:
-            options = ['""'] if nullable(state) else []
+            options = ['""'] if languages.nullable(state) else []
             for these, to in found[state]:
-                behind = "" if to == EMPTY else self._rule(self._language(to)) if is_regular(to) else self._names[to]
+                behind = (
+                    ""
+                    if to == EMPTY
+                    else self._rule(self._language(to))
+                    if languages.is_regular(to)
+                    else self._names[to]
+                )
                 options.append(self._spaced(_class(these), behind))
             self._rules[self._names[state]] = " | ".join(options)
         return self._names[language]
 
-    def _repeated(self, rule: str, low: int, high: int | None) -> str:
-        """Return low to high of what a rule has; high None: any more."""
+    def _repeated(self, rule: str, low: int, high: float) -> str:
+        """Return low to high (inf: no bound) repetitions of a rule."""
         blocks, more = divmod(low, BLOCK) if low > 2 * BLOCK else (0, low)
         parts = [f"{self._rule(f'{rule}{{{BLOCK}}}')}{{{blocks}}}"] if blocks else []
-        if high is None:
+        if high == inf:
             parts.append(f"{rule}{{{more},}}" if more > 1 else f"{rule}{'+' if more else '*'}")
         elif high - low <= 2 * BLOCK:
             parts += [f"{rule}{{{more},{more + high - low}}}"] if more + high - low else []
         else:
             parts += [f"{rule}{{{more}}}"] if more else []
-            parts.append(self._up_to(rule, high - low))
+            parts.append(self._up_to(rule, int(high) - low))
         return self._spaced(*parts)
 
     def _up_to(self, rule: str, n: int) -> str:
-        """Return the name of a rule of at most n of what a rule has: each number of them in one way only."""
+        """Return the name of a rule for 0 to n repetitions of a rule. Each number has a single derivation."""
         block = self._rule(f"{rule}{{{BLOCK}}}")
         steps, left = divmod(n, BLOCK)
         res = self._rule(f"{rule}{{0,{left}}}" if left else '""')
@@ -215,12 +196,15 @@ class Writer:
         return self._rule(f'{name} {space} ":" {space} {self._value(key)}')
 
     def _members(
-        self, members: list[tuple[str, bool]], rest: str | None, low: int, high: int | None, *, may_skip: bool
+        self, members: list[tuple[str, bool]], rest: str | None, low: int, high: float, *, may_skip: bool
     ) -> str:
-        """Return members, each with whether it must be there, and then others: low to high of them (None: no bound). A rule for
-        what comes from each member on, by how many are before it. may_skip: further ones may follow one that is left out.
+        """Return low to high (inf: no bound) members, separated by commas.
+
+        members: each with whether it is required. rest: the rule of the members after them; None: there are none. may_skip: members
+        may follow one that is left out. There is a rule for the text from each member on, for each number of members before it.
         """
-        most = max(1, low) if high is None else high  # at which nothing changes any more, or no more may come
+        # from this number on, counting makes no difference
+        most = int(max(1, low) if high == inf else high)
         before = [{0}]
         for _, required in members:
             one_more = {min(n + 1, most) for n in before[-1] if n != high}
@@ -241,51 +225,43 @@ class Writer:
                 after[n] = f"({body})?" if options and without == "" else self._rule(body) if options else without
         return after[0] or ""
 
-    def _rest(self, rule: str | None, n: int, low: int, high: int | None) -> str | None:
-        """Return further members behind n others; None: there would be too few."""
-        if rule is None:
+    def _rest(self, rule: str | None, n: int, low: int, high: float) -> str | None:
+        """Return the members after n others, of low to high in total; None: there would be too few."""
+        if rule is None or n == high:
             return "" if n >= low else None
-        return self._several(rule, max(0, low - n), None if high is None else high - n, first=n == 0)
+        more, low, high = self._rule(f"{self._comma} {rule}"), max(0, low - n), high - n
+        if n:
+            return self._repeated(more, low, high)
+        some = self._spaced(rule, self._repeated(more, max(0, low - 1), high - 1))
+        return some if low else f"({some})?"
 
     @property
     def _comma(self) -> str:
         return f'"," {self._fixed("space")}'
 
-    def _several(self, rule: str, low: int, high: int | None, *, first: bool) -> str:
-        """Return low to high of what a rule has, with commas between. first: nothing is before them."""
-        if high == 0:
-            return ""
-        more = self._rule(f"{self._comma} {rule}")
-        if not first:
-            return self._repeated(more, low, high)
-        some = self._spaced(rule, self._repeated(more, max(0, low - 1), None if high is None else high - 1))
-        return some if low else f"({some})?"
-
 
 def json_text(text: str) -> str:
-    """Return a text as it is within a string of JSON."""
+    """Return a text as it is written within a JSON string, without the quotes."""
     return text_of(text)[1:-1]
 
 
 def _single(found: Ranges) -> str:
-    """Return the one character of a class; "": it has several."""
+    """Return the only character of ranges; "": there are several."""
     return chr(found[0][0]) if len(found) == 1 and found[0][0] == found[0][1] else ""
 
 
-_ESCAPED = {"\b": "b", "\t": "t", "\n": "n", "\f": "f", "\r": "r", '"': '"', "\\": "\\"}
+_ESCAPED = ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
 
 
 def _class(found: Ranges) -> str:
-    """Return one character of these, as JSON has it in a string. Beside others, only controls that have a short escape."""
+    """Return the GBNF of one character in a JSON string. Controls without a short escape are left out beside other characters."""
     if char := _single(found):
         return literal(json_text(char))
-    raw = minus(found, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
-    if not raw:
-        escaped = (literal(json_text(chr(code))) for a, b in found for code in range(a, b + 1))
-        return f"({' | '.join(escaped)})"
-    letters = [letter for char, letter in _ESCAPED.items() if any(a <= ord(char) <= b for a, b in found)]
+    raw = languages.minus(found, _ESCAPED)
     ranges = "".join(_code(a) + (f"-{_code(b)}" if b > a else "") for a, b in raw)
-    options = [f"[{ranges}]", *(literal(f"\\{letter}") for letter in letters)]
+    escapes = [json_text(chr(code)) for a, b in languages.minus(found, raw) for code in range(a, b + 1)]
+    options = [f"[{ranges}]"] if raw else []
+    options += [literal(text) for text in escapes if not (raw and text.startswith("\\u"))]
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
 

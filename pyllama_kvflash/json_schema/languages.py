@@ -1,60 +1,65 @@
-"""Sets of texts: what a regular expression allows, with intersection and complement. Texts are sequences of code points.
+"""Languages: sets of texts, as of a regular expression, with intersection and complement. Texts are sequences of code points.
 
-The functions that make them simplify: an empty set is always NOTHING, unless a `Both` or a `Not` is in it (`states` tells that).
+The functions that make languages simplify them. A regular language without texts is always NOTHING. `is_empty` decides it for one
+that contains a `Both` or a `Not`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
+from typing import TypeVar
+
+_K = TypeVar("_K")
 
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
-"""Code points, first and last of each range: sorted, and apart."""
+"""Code points: the first and the last of each range. The ranges are sorted and do not touch."""
 
-MAX_STATES, MAX_SIZE = 2_000, 100_000  # of all states together: some tenths of a second
+MAX_STATES, MAX_SIZE = 2_000, 100_000  # states of a language, and the parts of all of them: some tenths of a second
 LAST = 0x10FFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of these ranges."""
+    """The texts of one character, out of these ranges."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """These parts, one after the other; (): the empty text."""
+    """The concatenation of its parts; (): the empty text."""
 
     parts: tuple["Language", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A text of any of these; none: there is no text."""
+    """The union of its options; without options: no text."""
 
     options: frozenset["Language"]
 
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """low to high (None: no bound) times a part, which is not empty."""
+    """low to high (inf: no bound) repetitions of a part, which does not contain the empty text."""
 
     part: "Language"
     low: int
-    high: int | None
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """A text in all of these."""
+    """The intersection of its options."""
 
     options: frozenset["Language"]
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """Any other text."""
+    """The complement of a language."""
 
     part: "Language"
 
@@ -65,12 +70,12 @@ EMPTY, NOTHING = Seq(()), Choice(frozenset())
 
 
 #
-# to make one
+# making languages
 #
 
 
 def ranges(found: Iterable[Range]) -> Ranges:
-    """Return ranges, sorted and joined."""
+    """Return ranges, sorted and merged."""
     res: list[Range] = []
     for first, last in sorted(found):
         if res and first <= res[-1][1] + 1:
@@ -81,30 +86,30 @@ def ranges(found: Iterable[Range]) -> Ranges:
 
 
 def minus(these: Ranges, others: Ranges) -> Ranges:
-    """Return ranges without others."""
+    """Return the code points of some ranges that are not in others."""
     res = list(these)
     for first, last in others:
         res = [part for a, b in res for part in ((a, min(b, first - 1)), (max(a, last + 1), b)) if part[0] <= part[1]]
     return ranges(res)
 
 
-_SURROGATES = ((0xD800, 0xDFFF),)  # which no text has
+_SURROGATES = ((0xD800, 0xDFFF),)  # no text contains them
 ALL = minus(((0, LAST),), _SURROGATES)
 
 
 def chars(found: Iterable[Range]) -> Language:
-    """Return the texts of one character."""
+    """Return the texts of one character out of ranges, without surrogates."""
     res = minus(ranges(found), _SURROGATES)
     return Chars(res) if res else NOTHING
 
 
 def text(value: str) -> Language:
-    """Return one text."""
+    """Return the language of a single text."""
     return seq(*(chars([(ord(char), ord(char))]) for char in value))
 
 
 def seq(*parts: Language) -> Language:
-    """Return the texts of these parts, one after the other."""
+    """Return the concatenation of languages."""
     flat = [one for part in parts for one in (part.parts if isinstance(part, Seq) else (part,))]
     if NOTHING in flat:
         return NOTHING
@@ -112,7 +117,7 @@ def seq(*parts: Language) -> Language:
 
 
 def either(*options: Language) -> Language:
-    """Return the texts of any of these."""
+    """Return the union of languages."""
     flat = {one for option in options for one in (option.options if isinstance(option, Choice) else (option,))}
     single = [one for one in flat if isinstance(one, Chars)]
     if len(single) > 1:
@@ -122,9 +127,9 @@ def either(*options: Language) -> Language:
     return flat.pop() if len(flat) == 1 else Choice(frozenset(flat))
 
 
-def many(part: Language, low: int, high: int | None) -> Language:
-    """Return low to high times the texts of a part."""
-    if nullable(part):  # which a grammar could repeat for ever
+def many(part: Language, low: int, high: float) -> Language:
+    """Return low to high (inf: no bound) repetitions of a language."""
+    if nullable(part):  # a grammar could repeat the empty text for ever
         part, low = nonempty(part), 0
     if part == NOTHING or high == 0:
         return EMPTY if low == 0 else NOTHING
@@ -132,7 +137,7 @@ def many(part: Language, low: int, high: int | None) -> Language:
 
 
 def both(*options: Language) -> Language:
-    """Return the texts that all of these have."""
+    """Return the intersection of languages."""
     flat = {one for option in options for one in (option.options if isinstance(option, Both) else (option,))}
     flat.discard(ANYTHING)
     if NOTHING in flat or (EMPTY in flat and not all(map(nullable, flat))):
@@ -143,30 +148,28 @@ def both(*options: Language) -> Language:
 
 
 def other(part: Language) -> Language:
-    """Return all texts but these."""
+    """Return the complement of a language."""
     if isinstance(part, Not):
         return part.part
     return ANYTHING if part == NOTHING else NOTHING if part == ANYTHING else Not(part)
 
 
-ANYTHING = Many(Chars(ALL), 0, None)
+ANYTHING = Many(Chars(ALL), 0, inf)
 
 
 #
-# to look at one
+# reading languages
 #
 
 
 @lru_cache(maxsize=4096)
 def nullable(language: Language) -> bool:
-    """Return whether the empty text is in it."""
+    """Return whether a language contains the empty text."""
     match language:
-        case Seq(parts):
+        case Seq(parts) | Both(parts):
             return all(map(nullable, parts))
         case Choice(options):
             return any(map(nullable, options))
-        case Both(options):
-            return all(map(nullable, options))
         case Many(part, low, _):
             return low == 0 or nullable(part)
         case Not(part):
@@ -175,7 +178,7 @@ def nullable(language: Language) -> bool:
 
 
 def nonempty(language: Language) -> Language:
-    """Return it without the empty text."""
+    """Return a language without the empty text."""
     if not nullable(language):
         return language
     match language:
@@ -190,7 +193,7 @@ def nonempty(language: Language) -> Language:
 
 @lru_cache(maxsize=1 << 14)
 def after(language: Language, char: int) -> Language:
-    """Return what may follow a first character (the derivative of Brzozowski)."""
+    """Return the texts that may follow a first character: the Brzozowski derivative."""
     match language:
         case Chars(found):
             return EMPTY if any(a <= char <= b for a, b in found) else NOTHING
@@ -206,12 +209,12 @@ def after(language: Language, char: int) -> Language:
         case Both(options):
             return both(*(after(option, char) for option in options))
         case Many(part, low, high):
-            return seq(after(part, char), many(part, max(0, low - 1), None if high is None else high - 1))
+            return seq(after(part, char), many(part, max(0, low - 1), high - 1))
     return other(after(language.part, char))
 
 
 def has(language: Language, value: str) -> bool:
-    """Return whether a text is in it."""
+    """Return whether a language contains a text."""
     for char in value:
         language = after(language, ord(char))
         if language in (NOTHING, ANYTHING):
@@ -219,30 +222,25 @@ def has(language: Language, value: str) -> bool:
     return nullable(language)
 
 
-def lengths(language: Language) -> tuple[int, int | None]:
-    """Return the least and the greatest number of characters, or bounds of them (None: there is no bound)."""
+def lengths(language: Language) -> tuple[int, float]:
+    """Return the least and the greatest number of characters of a text, or bounds of them (0 and inf for a `Both` or a `Not`)."""
     match language:
         case Chars():
             return 1, 1
         case Seq(parts):
             found = [lengths(part) for part in parts]
-            return sum(low for low, _ in found), _sum([high for _, high in found])
+            return sum(low for low, _ in found), sum(high for _, high in found)
         case Choice(options) if options:
             found = [lengths(option) for option in options]
-            highs = [high for _, high in found]
-            return min(low for low, _ in found), None if None in highs else max(h for h in highs if h is not None)
+            return min(low for low, _ in found), max(high for _, high in found)
         case Many(part, low, high):
             least, most = lengths(part)
-            return least * low, None if most is None or high is None else most * high
-    return 0, None
-
-
-def _sum(numbers: list[int | None]) -> int | None:
-    return None if None in numbers else sum(n for n in numbers if n is not None)
+            return least * low, most * high
+    return 0, inf
 
 
 def _parts(language: Language) -> Iterable[Language]:
-    """Return what a language is made of."""
+    """Return the languages that a language directly consists of."""
     match language:
         case Seq(parts) | Choice(parts) | Both(parts):
             return parts
@@ -252,34 +250,34 @@ def _parts(language: Language) -> Iterable[Language]:
 
 
 def size_of(language: Language) -> int:
-    """Return how many parts it has."""
+    """Return how many parts a language has, at all depths."""
     return 1 + sum(map(size_of, _parts(language)))
 
 
 def counted(language: Language) -> Iterator[int]:
-    """Yield the repeat count of each repeated part."""
+    """Yield the greatest number of repetitions of each repeated part, or the least if there is no bound."""
     if isinstance(language, Many):
-        yield language.low if language.high is None else language.high
+        yield language.low if language.high == inf else int(language.high)
     for part in _parts(language):
         yield from counted(part)
 
 
 def is_regular(language: Language) -> bool:
-    """Return whether it has neither an intersection nor a complement in it."""
+    """Return whether a language contains neither a `Both` nor a `Not`."""
     return not isinstance(language, Both | Not) and all(map(is_regular, _parts(language)))
 
 
 #
-# what needs states
+# states of languages that are not regular
 #
 
 States = dict[Language, list[tuple[Ranges, Language]]]
-"""What may follow: characters, and the language of what comes after them. It is of those that a regular expression cannot write."""
+"""The steps of each state that is not regular: characters, and the state after them. A state is the language of the rest of a text."""
 
 
 @lru_cache(maxsize=256)
 def states(language: Language) -> States | None:
-    """Return a language's states from which a text can end; {} for an empty or regular one. None: too many states."""
+    """Return a language's states from which a text can end; {} for an empty or a regular language; None if there are too many."""
     found: States = {}
     todo, size = [] if is_regular(language) else [language], 0
     while todo:
@@ -291,24 +289,35 @@ def states(language: Language) -> States | None:
             return None
         found[state] = _steps(state)
         todo += [to for _, to in found[state] if not is_regular(to)]
-    users: dict[Language, set[Language]] = {}
-    for state, steps in found.items():
-        for _, to in steps:
-            users.setdefault(to, set()).add(state)
-    live: set[Language] = set()
-    todo = [one for one in found.keys() | users.keys() if (nullable(one) if one in found else one != NOTHING)]
-    while todo:
-        state = todo.pop()
-        if state not in live:
-            live.add(state)
-            todo += users.get(state, ())
+    uses = {state: {to for _, to in steps} for state, steps in found.items()}
+    live = fulfilled(
+        uses, lambda state, known: nullable(state) or any(to in known or to not in found for to in uses[state])
+    )
     return {
-        state: [(these, to) for these, to in steps if to in live] for state, steps in found.items() if state in live
+        state: [(these, to) for these, to in found[state] if to in live or to not in found]
+        for state in found
+        if state in live
     }
 
 
+def fulfilled(uses: Mapping[_K, Iterable[_K]], holds: Callable[[_K, set[_K]], bool]) -> set[_K]:
+    """Return the keys that hold: the least fixed point. uses: the keys that a key depends on. holds: given the keys found so far."""
+    users: dict[_K, list[_K]] = {}
+    for key, parts in uses.items():
+        for part in parts:
+            users.setdefault(part, []).append(key)
+    res: set[_K] = set()
+    todo = list(uses)[::-1]
+    while todo:
+        key = todo.pop()
+        if key not in res and holds(key, res):
+            res.add(key)
+            todo += users.get(key, [])
+    return res
+
+
 def is_empty(language: Language) -> bool:
-    """Return whether there is no text in a language that does not need too many states."""
+    """Return whether a language contains no text. One with too many states counts as not empty."""
     return language == NOTHING or (not is_regular(language) and states(language) == {})
 
 
@@ -316,7 +325,7 @@ def _steps(language: Language) -> list[tuple[Ranges, Language]]:
     res: dict[Language, list[Range]] = {}
     firsts = list(_firsts(language))
     edges = sorted({0, *(edge for these in firsts for a, b in these for edge in (a, b + 1))})
-    known: dict[frozenset[int], Language] = {}  # by the sets that a character is in
+    known: dict[frozenset[int], Language] = {}  # the derivative, by the sets that contain a character
     for first, end in zip(edges, [*edges[1:], LAST + 1], strict=True):
         inside = frozenset(i for i, these in enumerate(firsts) if any(a <= first <= b for a, b in these))
         if inside not in known:
@@ -327,7 +336,7 @@ def _steps(language: Language) -> list[tuple[Ranges, Language]]:
 
 
 def _firsts(language: Language) -> set[Ranges]:
-    """Return character sets: characters in exactly the same sets have the same continuations."""
+    """Return the character sets that a text may begin with. Characters that lie in the same sets have the same derivative."""
     if isinstance(language, Chars):
         return {language.ranges}
     res: set[Ranges] = set()

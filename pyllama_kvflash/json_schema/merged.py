@@ -1,37 +1,40 @@
-"""Schemas that must all be met, as one shape for each type: numbers, strings and arrays."""
+"""The shapes of a branch: its schemas merged into one shape for each type."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import reduce
-from operator import and_
+from itertools import product
+from math import inf
 
 from pyllama_kvflash.json_schema import languages, patterns
-from pyllama_kvflash.json_schema.branches import Branch
+from pyllama_kvflash.json_schema.branches import Branch, Branches
 from pyllama_kvflash.json_schema.context import Context
 from pyllama_kvflash.json_schema.document import MAX_COUNT, Place
 from pyllama_kvflash.json_schema.formats import FORMATS
 from pyllama_kvflash.json_schema.languages import ALL, ANYTHING, NOTHING, Chars, Language
 from pyllama_kvflash.json_schema.numbers import SHARP, digits
-from pyllama_kvflash.json_schema.shapes import Array, Key, Number, Shape, Text, Values
-from pyllama_kvflash.json_schema.values import Interval, exact, items
+from pyllama_kvflash.json_schema.shapes import Array, Key, Number, Object, Other, Property, Shape, Text, Values
+from pyllama_kvflash.json_schema.values import Interval, Unsure, exact, listed, text_of
 
 MAX_MULTIPLES = 1_000
+MAX_PATTERNS = 4  # of property names: each combination of them is looked at
+MAX_COUNTED = 1_000  # optional properties times the number of properties that are counted before each
+
+TOO_LARGE = f"with what is beside it, its grammar needs more than {languages.MAX_STATES:,} states"
 
 
-def least(branch: Branch, keyword: str) -> int | None:
-    """Return the greatest of the least numbers that a keyword counts; None: there is none."""
+def _least(branch: Branch, keyword: str) -> int | None:
+    """Return the greatest value of a keyword that is a lower bound (minItems); None: no place has it."""
     return max((int(value) for _, value in branch.having(keyword)), default=None)
 
 
-def most(context: Context, branch: Branch, keyword: str) -> int | None:
-    """Return the least of the greatest numbers that a keyword counts; None: there is none that can be counted to."""
-    found = [int(value) for _, value in branch.having(keyword) if value <= MAX_COUNT]
+def _most(context: Context, branch: Branch, keyword: str) -> float:
+    """Return the least value of a keyword that is an upper bound (maxItems); inf: there is none. Too large values are noted."""
     for place, value in branch.having(keyword):
         if value > MAX_COUNT:
             context.note(place, keyword, f"nothing is counted beyond {MAX_COUNT:,}: leave it out")
-    return min(found, default=None)
+    return min((int(value) for _, value in branch.having(keyword) if value <= MAX_COUNT), default=inf)
 
 
 #
@@ -40,16 +43,17 @@ def most(context: Context, branch: Branch, keyword: str) -> int | None:
 
 
 def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
-    """Return numbers a branch allows."""
-    within = reduce(and_, (Interval.of(place.schema) for place in branch.places))
-    step = reduce(_common, (exact(value) for _, value in branch.having("multipleOf")), None)
-    if step is not None and (integer or step.denominator == 1):
+    """Return the shapes of a branch's numbers. integer: without a fraction."""
+    within = Interval.of(branch.places)
+    steps = [exact(value) for _, value in branch.having("multipleOf")]
+    step = Fraction(math.lcm(*(s.numerator for s in steps)), math.gcd(*(s.denominator for s in steps)) or 1)
+    if steps and (integer or step.denominator == 1):
         integer, step = True, Fraction(step.numerator)  # the integers among the multiples
     places = 0 if integer else SHARP
-    if step is not None and step != 1:
-        listed = _multiples(step, within)
-        if listed is not None:
-            return [Values(listed)]
+    if step != 1:
+        found = _multiples(step, within)
+        if found is not None:
+            return [Values(tuple(map(text_of, found)))]
         n = len(str(step.denominator)) - 1
         if not integer and step == Fraction(1, 10**n):
             places = n
@@ -58,16 +62,16 @@ def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
             context.note_all(branch, ("multipleOf",), why)
     if not integer:
         within = _short(context, branch, within)
-        if within == Interval() and step is None:
+        if within == Interval() and not steps:
             return [Number(integer=False)]
-        longest = max(len(str(abs(math.trunc(bound or 0)))) for bound in (within.low, within.high))
+        longest = max(len(str(abs(math.trunc(bound)))) for bound in (within.low or 0, within.high or 0))
         places = min(places, max(1, SHARP - longest))
-    found = digits(*within.multiples(Fraction(1, 10**places)), places)
-    return [] if found == NOTHING else [Number(integer, found)]
+    language = digits(*within.multiples(Fraction(1, 10**places)), places)
+    return [] if language == NOTHING else [Number(integer, language)]
 
 
 def _short(context: Context, branch: Branch, within: Interval) -> Interval:
-    """Return a range without bounds that have more digits before the point than a double keeps, which are noted."""
+    """Return a range without bounds that have more digits before the point than a double keeps. Such bounds are noted."""
     why = f"a bound of numbers has at most {SHARP} digits before the point here"
     if within.low is not None and abs(within.low) >= 10**SHARP:
         context.note_all(branch, ("minimum", "exclusiveMinimum"), why)
@@ -78,15 +82,8 @@ def _short(context: Context, branch: Branch, within: Interval) -> Interval:
     return within
 
 
-def _common(one: Fraction | None, other: Fraction) -> Fraction:
-    """Return the least number that is a multiple of both."""
-    if one is None:
-        return other
-    return Fraction(math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator))
-
-
 def _multiples(step: Fraction, within: Interval) -> tuple[int | float, ...] | None:
-    """Return the multiples in a range; None if there are too many, or some are inexact in Python."""
+    """Return the multiples of a step in a range; None: there are too many, or Python's floats do not hold one exactly."""
     first, last = within.multiples(step)
     if first is None or last is None or last - first >= MAX_MULTIPLES:
         return None
@@ -101,8 +98,7 @@ def _multiples(step: Fraction, within: Interval) -> tuple[int | float, ...] | No
 
 
 def texts(context: Context, branch: Branch) -> list[Shape]:
-    """Return the strings of a branch."""
-    low, high = least(branch, "minLength") or 0, most(context, branch, "maxLength")
+    """Return the shapes of a branch's strings."""
     res: Language = ANYTHING
     for place, keyword, language in _languages(context, branch):
         more = languages.both(res, language)
@@ -110,33 +106,23 @@ def texts(context: Context, branch: Branch) -> list[Shape]:
             res = more
         else:
             context.note(place, keyword, TOO_LARGE, annotation=keyword == "format")
-    for left_out, least_, most_ in (
+    low, high = _least(branch, "minLength") or 0, _most(context, branch, "maxLength")
+    for left_out, at_least, at_most in (
         ((), low, high),
-        (("maxLength",), low, None),
-        (("minLength", "maxLength"), 0, None),
+        (("maxLength",), low, inf),
+        (("minLength", "maxLength"), 0, inf),
     ):
-        counted = _counted(res, least_, most_)
+        counted = _counted(res, at_least, at_most)
         if context.has_grammar(counted):
             context.note_all(branch, left_out, TOO_LARGE)
             return [] if languages.is_empty(counted) else [Text(counted)]
     return [Text(res)]
 
 
-TOO_LARGE = f"with what is beside it, its grammar needs more than {languages.MAX_STATES:,} states"
-
-
-def language_of(context: Context, place: Place, keyword: str, pattern: str) -> Language | None:
-    """Return the language of a regular expression; None, with a note: there is none."""
-    try:
-        return patterns.language(pattern)
-    except patterns.PatternError as err:
-        context.note(place, keyword, f"no grammar can be made of it: {err}")
-        return None
-
-
 def _languages(context: Context, branch: Branch) -> Iterator[tuple[Place, str, Language]]:
+    """Yield the languages of a branch's patterns and formats, each with its place and keyword. Others are noted."""
     for place, pattern in branch.having("pattern"):
-        if (found := language_of(context, place, "pattern", pattern)) is not None:
+        if (found := _language(context, place, "pattern", pattern)) is not None:
             yield place, "pattern", found
     for place, name in branch.having("format"):
         if name in FORMATS:
@@ -145,22 +131,28 @@ def _languages(context: Context, branch: Branch) -> Iterator[tuple[Place, str, L
             context.note(place, "format", f"the format {name[:40]!r} is an annotation", annotation=True)
 
 
-def _counted(language: Language, low: int, high: int | None) -> Language:
-    """Return the texts of a language that have so many characters."""
-    if high is not None and low > high:
+def _language(context: Context, place: Place, keyword: str, pattern: str) -> Language | None:
+    """Return the language of a regular expression; None, with a note: it has no grammar."""
+    try:
+        return patterns.language(pattern)
+    except patterns.PatternError as err:
+        context.note(place, keyword, f"no grammar can be made of it: {err}")
+        return None
+
+
+def _counted(language: Language, low: int, high: float) -> Language:
+    """Return the texts of a language that have low to high characters."""
+    if low > high:
         return NOTHING
     least, most = languages.lengths(language)
-    if least >= low and (high is None or (most is not None and most <= high)):
+    if least >= low and most <= high:
         return language
     if isinstance(language, languages.Many) and languages.lengths(language.part) == (1, 1):
-        low, highs = max(low, language.low), [n for n in (high, language.high) if n is not None]
-        high = min(highs, default=None)
-        return NOTHING if high is not None and low > high else languages.many(language.part, low, high)
-    return (
-        languages.nonempty(language)
-        if (low, high) == (1, None)
-        else languages.both(language, languages.many(Chars(ALL), low, high))
-    )
+        low, high = max(low, language.low), min(high, language.high)
+        return NOTHING if low > high else languages.many(language.part, low, high)
+    if (low, high) == (1, inf):
+        return languages.nonempty(language)
+    return languages.both(language, languages.many(Chars(ALL), low, high))
 
 
 #
@@ -169,29 +161,28 @@ def _counted(language: Language, low: int, high: int | None) -> Language:
 
 
 def arrays(context: Context, branch: Branch, key: Key) -> list[Shape]:
-    """Return the arrays of a branch. key: of its node."""
+    """Return the shapes of a branch's arrays. key: the key that the branch belongs to."""
     document = context.document
     firsts: list[Sequence[Place]] = []
     rests: list[Sequence[Place]] = []
     for place in branch.places:
-        first, rest = items(place)
-        given = place.get(first) if isinstance(place.get(first), list) else []
-        firsts.append([document.child(place, first, i) for i in range(len(given))])
-        rests.append([document.child(place, rest)] if place.has(rest) and (given or rest == "items") else [])
-    unsaid = unevaluated(context, branch, "unevaluatedItems", key)
+        older = isinstance(place.get("items"), list)  # before 2020-12
+        first, rest = ("items", "additionalItems") if older else ("prefixItems", "items")
+        firsts.append(document.children(place, first))
+        rests.append([document.child(place, rest)] if place.has(rest) and (firsts[-1] or rest == "items") else [])
+    unsaid = _unevaluated(context, branch, "unevaluatedItems", key)
     after = [place for rest in rests for place in rest] or unsaid
     n = max(map(len, firsts))
     prefix = tuple(
         context.key(p for have, rest in zip(firsts, rests, strict=True) for p in (have[i : i + 1] or rest))
         for i in range(n)
     )
-    low, high = least(branch, "minItems"), most(context, branch, "maxItems")
+    low, high = _least(branch, "minItems"), _most(context, branch, "maxItems")
     if low is None:
-        low = n if high is None else min(n, high)
+        low = int(min(n, high))
     closed = n > 0 and not after
-    longest = n if closed else high
     for place, unique in branch.having("uniqueItems"):
-        if unique and (longest is None or longest > 1):
+        if unique and (n if closed else high) > 1:
             context.note(place, "uniqueItems", "items are not compared")
     for place, _ in branch.having("contains"):
         if place.get("minContains") != 0 or place.has("maxContains"):
@@ -200,9 +191,9 @@ def arrays(context: Context, branch: Branch, key: Key) -> list[Shape]:
     return [Array(prefix, None if closed else context.key(after), low, high)]
 
 
-def unevaluated(context: Context, branch: Branch, keyword: str, key: Key) -> list[Place]:
-    """Return what a keyword says of items or properties that nothing else does: where all that a branch says of its values is
-    within one place (or is of their types), and evaluates them. key: of the branch's node.
+def _unevaluated(context: Context, branch: Branch, keyword: str, key: Key) -> list[Place]:
+    """Return the schemas of unevaluatedItems or unevaluatedProperties. They apply to items or properties that nothing else evaluates.
+    These are known only if one place has all keywords for the value, except `type`. Otherwise the keyword is noted.
     """
     res = []
     for place, _ in branch.having(keyword):
@@ -213,3 +204,130 @@ def unevaluated(context: Context, branch: Branch, keyword: str, key: Key) -> lis
         else:
             context.note(place, keyword, "what is not evaluated cannot be determined here")
     return res
+
+
+#
+# objects
+#
+
+_Others = list[tuple[Language, list[Place]]]
+"""The properties that a schema does not name: the language of their names, and the schemas of their values."""
+
+
+def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
+    """Return the shapes of a branch's objects. key: the key that the branch belongs to."""
+    required = {n: None for _, needed in branch.having("required") if isinstance(needed, list) for n in needed}
+    unsaid = _unevaluated(context, branch, "unevaluatedProperties", key)
+    names = dict.fromkeys(n for place in branch.places for n in place.get("properties", {})) | required
+    others = _others(context, branch, unsaid)
+    called = _called(context, branch) if others else ANYTHING
+    allowed = [name for name in names if _allowed(context, branch, name)]
+    if not required.keys() <= set(allowed):
+        return []
+    properties = []
+    for name in allowed:
+        patterned = branch.having("patternProperties")
+        matching = {p for place, found in patterned for p in found if _may_match(context, name, place, p)}
+        values = _of(context, branch, name, matching) or unsaid
+        properties.append(Property(name, context.key(values), name in required))
+    more = tuple(_open(context, branch, others, called, names))
+    return [_limited(context, branch, Object(tuple(properties), more))]
+
+
+def _of(context: Context, branch: Branch, name: str | None, matching: Collection[str]) -> list[Place]:
+    """Return the schemas of a property's value. name: None: a property that the schema does not name. matching: patterns."""
+    child, res = context.document.child, []
+    for place in branch.places:
+        found = [child(place, "properties", name)] if name is not None and name in place.get("properties", {}) else []
+        found += [child(place, "patternProperties", p) for p in place.get("patternProperties", {}) if p in matching]
+        if not found and place.has("additionalProperties"):
+            found = [child(place, "additionalProperties")]
+        res += found
+    return res
+
+
+def _may_match(context: Context, name: str, place: Place, pattern: str) -> bool:
+    """Return whether a property's name matches a pattern of a place. If that is unknown, it does, with a note."""
+    try:
+        return context.checker.matches(name, place, "patternProperties", pattern)
+    except Unsure:
+        why = "whether the name of a property matches cannot be determined: the property keeps to it, too"
+        context.note(place, "patternProperties", why)
+        return True
+
+
+def _allowed(context: Context, branch: Branch, name: str) -> bool:
+    """Return whether propertyNames allows a name."""
+    return all(
+        context.meets(name, context.document.child(place, "propertyNames"))
+        for place, _ in branch.having("propertyNames")
+    )
+
+
+def _others(context: Context, branch: Branch, unsaid: list[Place]) -> _Others:
+    """Return the properties that the branch does not name. Beside `properties`, there are none unless a keyword says so."""
+    given = {p: place for place, found in branch.having("patternProperties") for p in found}
+    if len(given) > MAX_PATTERNS:
+        context.note_all(branch, ("patternProperties",), f"there are more than {MAX_PATTERNS} patterns")
+        return [(ANYTHING, [])]
+    found = {p: one for p, place in given.items() if (one := _language(context, place, "patternProperties", p))}
+    if len(found) < len(given):
+        return [(ANYTHING, [])]
+    closed = bool(given) or any("\0" not in place.path for place, _ in branch.having("properties"))
+    res: _Others = []
+    for matched in product((True, False), repeat=len(found)):
+        inside = {p for p, is_matched in zip(found, matched, strict=True) if is_matched}
+        names = [language if p in inside else languages.other(language) for p, language in found.items()]
+        values = _of(context, branch, None, inside) or unsaid
+        if (values or not closed) and all(place.schema is not False for place in values):
+            res.append((languages.both(*names), values))
+    return res
+
+
+def _called(context: Context, branch: Branch) -> Language:
+    """Return the names that propertyNames allows."""
+    given = [context.document.child(place, "propertyNames") for place, _ in branch.having("propertyNames")]
+    res: list[Language] = []
+    for one in Branches(context.document, context.checker).of(given):
+        if one.left:
+            context.note_all(branch, ("propertyNames",), "which names it leaves cannot be determined")
+            return ANYTHING
+        lists = [values for place in one.places for values in listed(place)]
+        if lists:
+            res += [languages.text(v) for v in lists[0] if isinstance(v, str) and _allowed(context, branch, v)]
+        elif "string" in one.kinds:
+            res += [shape.language for shape in texts(context, one) if isinstance(shape, Text)]
+    return languages.either(*res)
+
+
+def _open(
+    context: Context, branch: Branch, others: _Others, called: Language, names: dict[str, None]
+) -> Iterator[Other]:
+    """Yield the properties that the branch does not name. called: the names that are allowed. names: those of the branch."""
+    named = languages.other(languages.either(*map(languages.text, names)))
+    for language, values in others:
+        found = languages.both(language, called, named)
+        if not context.has_grammar(found):
+            why = f"there are no properties but those of the schema: {TOO_LARGE}"
+            keywords = ("patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
+            place, keyword = next((p, k) for k in (*keywords, "properties", "required") for p, _ in branch.having(k))
+            context.note(place, keyword, why)
+        elif not languages.is_empty(found):
+            yield Other(found, context.key(values))
+
+
+def _limited(context: Context, branch: Branch, shape: Object) -> Object:
+    """Return objects with minProperties to maxProperties properties."""
+    low, high = _least(branch, "minProperties") or 0, _most(context, branch, "maxProperties")
+    n_required = sum(p.required for p in shape.properties)
+    n_optional = len(shape.properties) - n_required
+    if not shape.others and high >= len(shape.properties):
+        high = inf
+    counted = max(low - n_required, 0 if high == inf else high - n_required)
+    if n_optional * min(n_optional, counted) > MAX_COUNTED:
+        why = f"it has {n_optional} optional properties to count"
+        context.note_all(branch, ("minProperties", "maxProperties"), why)
+        return shape
+    if shape.others and low - n_required > 1:
+        context.note_all(branch, ("minProperties",), "a name may come twice")
+    return replace(shape, low=low, high=high)

@@ -1,21 +1,19 @@
-"""A schema in its normal form: the shapes of its values, and what of it they do not say."""
+"""The normal form of a schema: the shapes of its values. Keywords that shapes cannot express are noted."""
 
-from typing import Any
-
-from pyllama_kvflash.json_schema import merged, objects
+from pyllama_kvflash.json_schema import merged
 from pyllama_kvflash.json_schema.branches import Branch, Branches
 from pyllama_kvflash.json_schema.context import Context
 from pyllama_kvflash.json_schema.document import Place, SchemaError
 from pyllama_kvflash.json_schema.keywords import OF_TYPE
 from pyllama_kvflash.json_schema.shapes import Anything, Key, Shape, Shapes, Values, parts, pruned, size
-from pyllama_kvflash.json_schema.values import ALL_KINDS, frozen, kind_of, kinds, listed
+from pyllama_kvflash.json_schema.values import ALL_KINDS, frozen, kind_of, kinds, listed, text_of
 
 MAX_SHAPES = 10_000
 MAX_RULES = 50_000
 
 
 class Normal:
-    """Puts a document in its normal form. context: of the document; it is told what is not enforced."""
+    """Finds the shapes of a document. context: of the document."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._document = context, context.document
@@ -23,9 +21,7 @@ class Normal:
         self._shapes: Shapes = {}
 
     def of(self, key: Key) -> Shapes:
-        """Return the shapes of these places, and of all that are in them. Raises SchemaError (there are too many of them, or no
-        value meets the schema).
-        """
+        """Return the shapes of a key and of all keys within. Raises SchemaError if they are too many, or no value meets the schema."""
         todo = [key]
         while todo:
             at = todo.pop()
@@ -37,35 +33,30 @@ class Normal:
             self._document.spend(len(self._shapes[at]))
             todo += reversed([part for shape in self._shapes[at] for part in parts(shape)])
         if size(self._shapes) > MAX_RULES:
-            raise SchemaError(
-                "#", "", f"its lengths and numbers of items need more than {MAX_RULES:,} rules: make them smaller"
-            )
+            why = f"its lengths and numbers of items need more than {MAX_RULES:,} rules: make them smaller"
+            raise SchemaError("#", "", why)
         res = pruned(self._shapes)
         if not res[key]:
             raise self._nothing()
         return res
 
     def _made(self, key: Key) -> list[Shape]:
-        places = [self._document.places[i] for i in key]
-        res: dict[Any, Shape] = {}
-        for branch in self._branches.of(places):
-            for shape in self._shapes_of(branch, key):
-                res.setdefault(frozen(list(shape.values)) if isinstance(shape, Values) else shape, shape)
-        return [Anything()] if any(isinstance(s, Anything) for s in res.values()) else list(res.values())
+        branches = self._branches.of([self._document.places[i] for i in key])
+        res = dict.fromkeys(shape for branch in branches for shape in self._shapes_of(branch, key))
+        return [Anything()] if Anything() in res else list(res)
 
     def _shapes_of(self, branch: Branch, key: Key) -> list[Shape]:
-        allowed = self._allowed(branch)
         if any(listed(place) for place in branch.places):
             return [Values(self._listed(branch))]
+        told = [t for t, words in OF_TYPE.items() if any(place.has(word) for place in branch.places for word in words)]
+        allowed = kinds(told) if told and not any(branch.having("type")) else branch.kinds
         for place, keyword, why in branch.left:
             if keyword != "not" or self._excludes(place, allowed):
                 self._context.note(place, keyword, why)
-        if allowed == ALL_KINDS and not any(
-            p.schema.keys() & frozenset().union(*OF_TYPE.values()) for p in branch.places if isinstance(p.schema, dict)
-        ):
+        if allowed == ALL_KINDS and not told:
             return [Anything()]
-        res: list[Shape] = [Values((None,))] if "null" in allowed else []
-        res += [Values((True, False))] if "boolean" in allowed else []
+        res: list[Shape] = [Values(("null",))] if "null" in allowed else []
+        res += [Values(("true", "false"))] if "boolean" in allowed else []
         if allowed & {"integer", "fraction"}:
             res += merged.numbers(self._context, branch, integer="fraction" not in allowed)
         if "string" in allowed:
@@ -73,28 +64,22 @@ class Normal:
         if "array" in allowed:
             res += merged.arrays(self._context, branch, key)
         if "object" in allowed:
-            res += objects.objects(self._context, branch, key)
+            res += merged.objects(self._context, branch, key)
         return res
 
-    @staticmethod
-    def _allowed(branch: Branch) -> frozenset[str]:
-        """Return the kinds of a branch's values. If no type is named, those that keywords tell something of."""
-        told = [t for t, words in OF_TYPE.items() if any(place.has(word) for place in branch.places for word in words)]
-        return kinds(told) if told and not any(branch.having("type")) else branch.kinds
-
-    def _listed(self, branch: Branch) -> tuple[Any, ...]:
-        """Return the values that a branch lists, and that meet all of its schemas."""
+    def _listed(self, branch: Branch) -> tuple[str, ...]:
+        """Return the values that a branch lists, and that meet all of its schemas, as JSON."""
         values = next(values for place in branch.places for values in listed(place))
         found = {frozen(value): value for value in values if all(self._context.meets(value, p) for p in branch.places)}
-        return tuple(found.values())
+        return tuple(map(text_of, found.values()))
 
     def _excludes(self, place: Place, allowed: frozenset[str]) -> bool:
-        """Return whether what a value must not be could be one of these kinds."""
+        """Return whether `not` of a place may exclude values of some kinds."""
         lists = listed(self._document.child(place, "not"))
         return not lists or any(kind_of(value) in allowed for value in lists[0])
 
     def _nothing(self) -> SchemaError:
-        """Return the error for a schema of which there is no value: at the first part that has no shape at all."""
+        """Return the error for a schema that no value meets. It names the first part without a shape."""
         for key, options in self._shapes.items():
             if all(shape == Values(()) for shape in options):
                 place = self._document.places[key[0]]

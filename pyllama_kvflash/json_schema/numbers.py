@@ -1,16 +1,17 @@
-"""Ranges of numbers as languages: the decimal digits of exactly those numbers that are in them."""
+"""Ranges of numbers as languages: the decimal texts of exactly the numbers within."""
 
 from pyllama_kvflash.json_schema.languages import EMPTY, Chars, Language, either, many, seq, text
 
-LONGEST = 16  # digits before the point of a number that has no bound
-SHARP = 15  # digits that a double keeps
+LONGEST = 16  # digits before the point, at most, where there is no bound
+SHARP = 15  # decimal digits that a double keeps
 
 _ZERO = ord("0")
 
 
 def digits(first: int | None, last: int | None, places: int) -> Language:
-    """Return the numbers from first to last, without exponents. places: the most digits after the point.
-    first, last: in units of 10**-places; None: bounded only by the digit limit.
+    """Return the texts of the numbers from first to last, without exponents. places: the most digits after the point.
+
+    first, last: in units of 10**-places; None: no bound but the number of digits.
     """
     most = (
         10 ** (places + max(LONGEST, *(len(str(abs(n))) - places + 1 for n in (first, last) if n is not None), 0)) - 1
@@ -21,11 +22,11 @@ def digits(first: int | None, last: int | None, places: int) -> Language:
 
 
 def _positive(low: int, high: int, places: int) -> Language:
-    """Return the numbers from low to high, which are 0 or more."""
+    """Return the texts of the numbers from low to high. low must not be negative."""
     options = []
     while low <= high:
         n = max(len(str(low)), places + 1)
-        n_last = len(str(high + 1)) - 1  # digits of the longest numbers that are all in the range
+        n_last = len(str(high + 1)) - 1  # digits of the longest numbers of which all are in the range
         if low == 10 ** (n - 1) and n_last >= n:
             options.append(seq(_digit(1, 9), _digits(n - 1 - places, n_last - 1 - places), _fraction(places)))
             low = 10**n_last
@@ -37,9 +38,7 @@ def _positive(low: int, high: int, places: int) -> Language:
 
 
 def _between(low: str, high: str, places: int) -> Language:
-    """Return the digits from low to high, which are of one length. The last `places` of a number are behind its point: there,
-    zeros at the end may be left out.
-    """
+    """Return the digits from low to high, of equal lengths. The last `places` follow the point, where final zeros may be left out."""
     n = len(low)
     if low == "0" * n and high == "9" * n:
         if n < places or n == 0:
@@ -66,5 +65,5 @@ def _digits(least: int, most: int) -> Language:
 
 
 def _fraction(places: int) -> Language:
-    """Return the digits after the point, with it, if there are any."""
+    """Return nothing, or the point and up to `places` digits."""
     return either(EMPTY, seq(text("."), _digits(1, places))) if places else EMPTY

@@ -1,15 +1,16 @@
-"""Regular expressions of ECMAScript, as the language of the texts in which they are found."""
+"""ECMAScript regular expressions as languages: the texts that contain a match."""
 
 import re
 from functools import lru_cache
+from math import inf
 
 from pyllama_kvflash.json_schema import languages
 from pyllama_kvflash.json_schema.languages import ALL, ANYTHING, EMPTY, NOTHING, Language, Ranges, minus, ranges, seq
 
 MAX_PATTERN = 10_000  # characters
-MAX_REPEATED, MAX_COUNTED = 2_000, 10_000  # times: by one quantifier, and by all
-MAX_EMPTY = 200
-_MAX_DEPTH = 100  # of groups in groups
+MAX_REPEATED, MAX_COUNTED = 2_000, 10_000  # repetitions of one quantifier, and of all together
+MAX_EMPTY = 200  # parts of a repeated part that may be empty
+_MAX_DEPTH = 100  # of nested groups
 
 _DIGITS = ((ord("0"), ord("9")),)
 _WORDS = ranges([*_DIGITS, (ord("A"), ord("Z")), (ord("_"), ord("_")), (ord("a"), ord("z"))])
@@ -29,16 +30,16 @@ _CODE = re.compile(
 
 
 class PatternError(ValueError):
-    """There is no grammar of a regular expression; its text says why."""
+    """A regular expression has no grammar. The text is the reason."""
 
 
 Anchored = dict[tuple[bool, bool], Language]
-"""The texts that a part is found as, by whether they must be at the beginning, and at the end."""
+"""The texts that a part matches, by whether a match must begin at the text's start, and whether it must end at its end."""
 
 
 @lru_cache(maxsize=1024)
 def language(pattern: str) -> Language:
-    """Return the texts in which a regular expression is found. Raises PatternError."""
+    """Return the texts that contain a match of a regular expression. Raises PatternError."""
     if len(pattern) > MAX_PATTERN:
         raise PatternError(f"it has more than {MAX_PATTERN:,} characters")
     found = _Reader(pattern).whole()
@@ -78,7 +79,7 @@ class _Reader:
 
     def _sequence(self) -> Anchored:
         res: Anchored = {(False, False): EMPTY}
-        free: list[Language] = []  # parts without anchors, which are joined at once
+        free: list[Language] = []  # parts without anchors, to be joined at once
         while self._next() not in ("", "|", ")"):
             part = self._repeated()
             if part.keys() == {(False, False)}:
@@ -98,14 +99,14 @@ class _Reader:
         found = self._count()
         if found is None:
             return part
-        self._take("?")  # lazy: the same texts
+        self._take("?")  # a lazy quantifier matches the same texts
         if self._count():
             raise PatternError("a quantifier follows another one, as in a++")
         return _many(part, *found)
 
-    def _count(self) -> tuple[int, int | None] | None:
-        """Return how often something comes, and go on behind that; None: nothing is said."""
-        for char, count in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+    def _count(self) -> tuple[int, float] | None:
+        """Read a quantifier. Returns its least and greatest number of repetitions; None: there is no quantifier."""
+        for char, count in (("*", (0, inf)), ("+", (1, inf)), ("?", (0, 1))):
             if self._take(char):
                 return count
         found = _COUNT.match(self._text, self._at)
@@ -119,7 +120,7 @@ class _Reader:
         if high and int(high) < int(low):
             raise PatternError(f"nothing can come {found[0]} times")
         self._at = found.end()
-        return int(low), int(high) if high else None
+        return int(low), int(high) if high else inf
 
     def _atom(self) -> Anchored:
         if self._next() == "(":
@@ -151,7 +152,7 @@ class _Reader:
         return res
 
     def _char(self, *, in_brackets: bool) -> tuple[Ranges, bool]:
-        """Return what a character or an escape stands for, and whether that is a class."""
+        """Read a character or an escape. Returns the characters it stands for, and whether it is a class of characters."""
         char = self._next()
         self._at += 1
         if char != "\\":
@@ -164,7 +165,7 @@ class _Reader:
         return ((code, code),), False
 
     def _code(self, *, in_brackets: bool) -> int:
-        """Return the character of an escape, whose backslash has been read."""
+        """Read an escape after its backslash. Returns the character."""
         char = self._next()
         if found := _CODE.match(self._text, self._at):
             self._at = found.end()
@@ -174,6 +175,8 @@ class _Reader:
             if code > languages.LAST:
                 raise PatternError(f"\\{found[0]} is not a character")
             return code
+        if not char:
+            raise PatternError("a backslash is at its end")
         self._at += 1
         if char == "c" and re.fullmatch("[a-zA-Z]", self._next()):
             self._at += 1
@@ -182,17 +185,17 @@ class _Reader:
             return 8
         if char in _CONTROLS and not (char == "0" and self._next().isdecimal()):
             return _CONTROLS[char]
-        if not char or (char.isascii() and char.isalnum()):
-            why = {"": "a backslash is at its end", "b": "it looks for the edge of a word, with \\b"}
-            why |= {"B": "it looks around, with \\B", "p": "it names a property of characters, with \\p"}
-            why |= {"P": why["p"], "k": "it refers to a group, with \\k"} | {
-                str(i): f"it refers to a group, with \\{i}" for i in range(10)
-            }
-            raise PatternError(why.get(char, f"\\{char} is not an escape of ECMAScript"))
+        if char.isascii() and char.isalnum():
+            why = {"b": "it looks for the edge of a word", "B": "it looks around"}
+            why |= dict.fromkeys("pP", "it names a property of characters")
+            why |= dict.fromkeys("k0123456789", "it refers to a group")
+            raise PatternError(
+                f"{why[char]}, with \\{char}" if char in why else f"\\{char} is not an escape of ECMAScript"
+            )
         return ord(char)
 
     def _bracket(self) -> Ranges:
-        """Return the characters of [...]."""
+        """Read [...] after its first bracket. Returns the characters."""
         negated = self._take("^")
         found: list[tuple[int, int]] = []
         while not self._take("]"):
@@ -205,7 +208,7 @@ class _Reader:
             start = self._at
             self._at += 1
             to, to_class = self._char(in_brackets=True)
-            if is_class or to_class:  # the dash is one
+            if is_class or to_class:  # the dash is a character
                 self._at = start + 1
                 found.append((ord("-"), ord("-")))
             elif to[0][0] < these[0][0]:
@@ -228,7 +231,7 @@ def _either(*options: Anchored) -> Anchored:
 
 
 def _joined(one: Anchored, two: Anchored) -> Anchored:
-    """Return one after the other: where the second begins the text, the first is empty, and the other way round."""
+    """Return the concatenation of two parts. Before a `^` the first must be empty, and after a `$` the second."""
     found: list[Anchored] = []
     for (begins, ends), first in one.items():
         for (begins_2, ends_2), second in two.items():
@@ -239,7 +242,7 @@ def _joined(one: Anchored, two: Anchored) -> Anchored:
     return _either(*found)
 
 
-def _many(part: Anchored, low: int, high: int | None) -> Anchored:
+def _many(part: Anchored, low: int, high: float) -> Anchored:
     free = part.get((False, False), NOTHING)
     if languages.nullable(free) and languages.size_of(free) > MAX_EMPTY:
         raise PatternError(f"what it repeats may be empty, and has more than {MAX_EMPTY} parts")

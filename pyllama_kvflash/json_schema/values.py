@@ -1,10 +1,8 @@
-"""Whether a value meets a schema: exact, for the values that a schema lists. What cannot be determined raises Unsure: what looks
-into arrays and objects, and regular expressions that have no grammar.
-"""
+"""Exact checks of single values, such as those that a schema lists. Unsure is raised where a check is not possible."""
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -13,11 +11,11 @@ from pyllama_kvflash.json_schema import languages, patterns
 from pyllama_kvflash.json_schema.document import Document, Place, Schema, is_number
 from pyllama_kvflash.json_schema.keywords import DEPENDENT, OF_TYPE, TYPES
 
-_MOST = 1_000  # characters of a text that a regular expression is tried on
+_MOST = 1_000  # characters of a text that is matched with a regular expression
 
 
-class Unsure(Exception):  # noqa: N818 (not an error of anybody's)
-    """It cannot be determined. keyword: what of the place could not be looked at."""
+class Unsure(Exception):  # noqa: N818 (control flow, not an error)
+    """Whether a value meets a schema cannot be determined. keyword: the keyword of the place that cannot be checked."""
 
     def __init__(self, place: Place, keyword: str) -> None:
         super().__init__()
@@ -25,7 +23,7 @@ class Unsure(Exception):  # noqa: N818 (not an error of anybody's)
 
 
 def frozen(value: Any) -> Any:
-    """Return a value in a form that compares as in JSON Schema: 1 equals 1.0, but not `true`."""
+    """Return a hashable form of a value that compares as in JSON Schema: 1 equals 1.0, but not `true`."""
     if isinstance(value, dict):
         return "object", frozenset((name, frozen(part)) for name, part in value.items())
     if isinstance(value, list):
@@ -34,19 +32,19 @@ def frozen(value: Any) -> Any:
 
 
 def exact(number: float) -> Fraction:
-    """Return a number as JSON writes it, exactly."""
+    """Return the exact value of a number's JSON text."""
     return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value: its type, but `fraction` for a number that is no integer."""
+    """Return the kind of a value: its type, but `fraction` for a number that is not an integer."""
     if is_number(value):
         return "integer" if value == int(value) else "fraction"
     return {bool: "boolean", str: "string", list: "array", dict: "object"}.get(type(value), "null")
 
 
 def kinds(types: Iterable[str]) -> frozenset[str]:
-    """Return types as kinds, of which none is part of another."""
+    """Return the kinds of types. Unlike types, kinds do not overlap."""
     return frozenset(kind for name in types for kind in (("integer", "fraction") if name == "number" else (name,)))
 
 
@@ -62,7 +60,7 @@ def allowed(schema: Schema) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Numbers from low to high (None: no bound), which an open bound is not."""
+    """Numbers from low to high (None: no bound). An open bound is not one of them."""
 
     low: Fraction | None = None
     low_open: bool = False
@@ -70,48 +68,36 @@ class Interval:
     high_open: bool = False
 
     @classmethod
-    def of(cls, schema: Schema) -> "Interval":
-        """Return the numbers that the bounds of a schema allow."""
-
-        def bound(name: str, sign: int) -> tuple[Fraction | None, bool]:
-            key = f"exclusive{name.capitalize()}"
-            found = [(exact(given[name]), given.get(key) is True)] if name in given else []
-            found += [(exact(given[key]), True)] if is_number(given.get(key)) else []
-            return max(found, key=lambda b: (sign * b[0], b[1]), default=(None, False))
-
-        given = schema if isinstance(schema, dict) else {}
-        return cls(*bound("minimum", 1), *bound("maximum", -1))
-
-    def __and__(self, other: "Interval") -> "Interval":
-        """Return the numbers of both."""
-        lows = [(one.low, one.low_open) for one in (self, other) if one.low is not None]
-        highs = [(one.high, not one.high_open) for one in (self, other) if one.high is not None]
-        low, low_open = max(lows, default=(None, False))
-        high, high_closed = min(highs, default=(None, True))
-        return Interval(low, low_open, high, not high_closed)
+    def of(cls, places: Iterable[Place]) -> "Interval":
+        """Return the numbers within the bounds of all places."""
+        schemas = [place.keywords for place in places]
+        lows = [bound for schema in schemas for bound in _bounds(schema, "minimum", "exclusiveMinimum")]
+        highs = [bound for schema in schemas for bound in _bounds(schema, "maximum", "exclusiveMaximum")]
+        low = max(lows, default=(None, False))
+        high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=(None, False))
+        return cls(*low, *high)
 
     def multiples(self, step: Fraction) -> tuple[int | None, int | None]:
-        """Return the first and the last multiple of a number, in steps; None: there is none."""
-        first = (
-            None
-            if self.low is None
-            else math.floor(self.low / step) + 1
-            if self.low_open
-            else math.ceil(self.low / step)
-        )
-        last = (
-            None
-            if self.high is None
-            else math.ceil(self.high / step) - 1
-            if self.high_open
-            else math.floor(self.high / step)
-        )
+        """Return the first and the last multiple of a step, counted in steps; None: there is no bound."""
+        first = last = None
+        if self.low is not None:
+            first = math.floor(self.low / step) + 1 if self.low_open else math.ceil(self.low / step)
+        if self.high is not None:
+            last = math.ceil(self.high / step) - 1 if self.high_open else math.floor(self.high / step)
         return first, last
 
     def __contains__(self, number: Fraction) -> bool:
-        """Return whether a number is in it."""
+        """Return whether a number is in the interval."""
         above = self.low is None or number > self.low or (number == self.low and not self.low_open)
         return above and (self.high is None or number < self.high or (number == self.high and not self.high_open))
+
+
+def _bounds(schema: dict[str, Any], word: str, exclusive: str) -> Iterator[tuple[Fraction, bool]]:
+    """Yield the bounds that two keywords set, each with whether it is open. In draft 4, the value of `exclusive` is a boolean."""
+    if word in schema:
+        yield exact(schema[word]), schema.get(exclusive) is True
+    if is_number(schema.get(exclusive)):
+        yield exact(schema[exclusive]), True
 
 
 class Checker:
@@ -122,7 +108,7 @@ class Checker:
         self._lists: dict[int, list[frozenset[Any]]] = {}  # by the index of a place
 
     def meets(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets a schema, whose references do not go round in circles. Raises Unsure."""
+        """Return whether a value meets a schema. Its references must not form a circle. Raises Unsure."""
         self._document.spend(1)
         if isinstance(place.schema, bool):
             return place.schema
@@ -130,47 +116,39 @@ class Checker:
             kind_of(value) in allowed(place.schema)
             and self._listed(value, place)
             and self._together(value, place)
-            and self._numbers(value, place.schema)
+            and self._numbers(value, place)
             and self._text(value, place)
             and self._within(value, place)
         )
 
-    def _all(self, value: Any, place: Place, *parts: str | int) -> bool:
-        return self.meets(value, self._document.child(place, *parts))
-
     def _listed(self, value: Any, place: Place) -> bool:
-        """Return whether `const` and `enum` of a schema, if it has them, list a value."""
+        """Return whether `const` and `enum` of a schema allow a value."""
         if place.index not in self._lists:
             self._lists[place.index] = [frozenset(map(frozen, values)) for values in listed(place)]
         return all(frozen(value) in values for values in self._lists[place.index])
 
     def _together(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets what a schema is put together from."""
+        """Return whether a value meets what a schema's references and its keywords that combine schemas ask for."""
         if not all(self.meets(value, target) for target in self._document.refs(place)):
             return False
-        branches = {
-            k: [self._all(value, place, k, i) for i in range(len(place.get(k, ())))]
-            for k in ("allOf", "anyOf", "oneOf")
-        }
-        if not all(branches["allOf"]) or (branches["anyOf"] and not any(branches["anyOf"])):
+        all_of = [self.meets(value, one) for one in self._document.children(place, "allOf")]
+        any_of = [self.meets(value, one) for one in self._document.children(place, "anyOf")]
+        one_of = [self.meets(value, one) for one in self._document.children(place, "oneOf")]
+        if not all(all_of) or (any_of and not any(any_of)) or (one_of and sum(one_of) != 1):
             return False
-        if branches["oneOf"] and sum(branches["oneOf"]) != 1:
+        if place.has("not") and self.meets(value, self._document.child(place, "not")):
             return False
-        if place.has("not") and self._all(value, place, "not"):
-            return False
-        if place.has("if"):
-            then = "then" if self._all(value, place, "if") else "else"
-            return not place.has(then) or self._all(value, place, then)
-        return True
+        if not place.has("if"):
+            return True
+        then = "then" if self.meets(value, self._document.child(place, "if")) else "else"
+        return not place.has(then) or self.meets(value, self._document.child(place, then))
 
     @staticmethod
-    def _numbers(value: Any, schema: dict[str, Any]) -> bool:
+    def _numbers(value: Any, place: Place) -> bool:
         if not is_number(value):
             return True
-        number = exact(value)
-        if number not in Interval.of(schema):
-            return False
-        return "multipleOf" not in schema or (number / exact(schema["multipleOf"])).denominator == 1
+        step = place.get("multipleOf")
+        return exact(value) in Interval.of([place]) and (step is None or (exact(value) / exact(step)).denominator == 1)
 
     def _text(self, value: Any, place: Place) -> bool:
         if not isinstance(value, str):
@@ -181,7 +159,7 @@ class Checker:
 
     @staticmethod
     def matches(text: str, place: Place, keyword: str, pattern: str) -> bool:
-        """Return whether a regular expression of a place is found in a text. Raises Unsure."""
+        """Return whether a regular expression of a place matches anywhere in a text. Raises Unsure."""
         try:
             language = patterns.language(pattern)
         except patterns.PatternError:
@@ -192,24 +170,19 @@ class Checker:
 
     @staticmethod
     def _within(value: Any, place: Place) -> bool:
-        """Return True, if nothing is said of what is in an array or an object."""
+        """Return True if no keyword constrains what an array or an object contains. Otherwise raises Unsure."""
         words = OF_TYPE.get(kind_of(value), frozenset()) if isinstance(value, list | dict) else frozenset()
-        for keyword in place.schema if isinstance(place.schema, dict) else ():
+        for keyword in place.keywords:
             if keyword in words or (keyword in DEPENDENT and isinstance(value, dict)):
                 raise Unsure(place, keyword)
         return True
 
 
 def listed(place: Place) -> list[list[Any]]:
-    """Return the values that `const` and `enum` of a schema list: each a list, if it has it."""
+    """Return the values that a schema lists: a list for `const`, and one for `enum`, if it has them."""
     return [[place.get("const")]] * place.has("const") + [place.get("enum")] * place.has("enum")
 
 
-def items(place: Place) -> tuple[str, str]:
-    """Return the keywords of an array's first items and of the rest: today's, or the older ones."""
-    return ("items", "additionalItems") if isinstance(place.get("items"), list) else ("prefixItems", "items")
-
-
 def text_of(value: Any) -> str:
-    """Return a value as JSON, as short as it is."""
+    """Return a value as JSON without white space."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,12 +1,13 @@
-"""Grammars (GBNF) that constrain an answer: checked, and compiled once for each model."""
+"""Grammars (GBNF) that constrain an answer. Each is checked and compiled once per model."""
 
 import re
 import threading
-from collections import OrderedDict
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,9 @@ from pyllama_kvflash.native.model import Model
 class Grammar:
     """GBNF that constrains an answer, starting at the rule `root`.
 
-    after: text before the answer that belongs to the grammar. lazy: the grammar applies only from the first match of a pattern
-    (regular expressions, from the answer's start) or token on, but not between `thinking` and one of `thought`.
+    after: text before the answer that belongs to the grammar. lazy: the grammar applies only from the first match of one of
+    `patterns` (regular expressions, from the answer's start), or from one of `tokens`, but not between `thinking` and any of
+    `thought`.
     """
 
     text: str
@@ -35,12 +37,12 @@ class Grammar:
 
 _QUOTED = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^>]*>|#[^\n]*'
 _PARTS = re.compile(_QUOTED + r"|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}|::=|[()]", re.DOTALL)
-"""Quoted parts of a grammar, repetitions, the starts of rules, and groups."""
+"""Quoted parts of a grammar, repetitions, definitions of rules, and parentheses."""
 _MAX_GROUPS, _MAX_RULES, _MAX_REPEATED = 200, 20_000, 1_000_000
 
 
 def _check_size(text: str) -> None:
-    """Raise UsageError for a grammar with which llama.cpp would run out of memory or stack: it checks neither."""
+    """Raise UsageError for a grammar that would exhaust llama.cpp's memory or stack. llama.cpp checks neither."""
     depth = n_rules = n_repeated = 0
     before = ""  # the last literal, class or group
     for found in _PARTS.finditer(text):
@@ -62,7 +64,7 @@ def _check_size(text: str) -> None:
 
 
 def unusable(why: str) -> errors.UsageError:
-    """Return the error for a grammar. why: the fault."""
+    """Return the error for a grammar that cannot be used."""
     return errors.UsageError(f"the grammar cannot be used: {why}")
 
 
@@ -78,39 +80,25 @@ def either(one: str, other: str) -> str:
     return f"root ::= a-root | b-root\n{renamed(one, 'a')}\n{renamed(other, 'b')}"
 
 
-class _Compiled:
-    """The most recently compiled grammars of one model, and its tokens by their bytes."""
-
-    def __init__(self, model: Model) -> None:
-        out = ffi.new("struct kvf_tokens **")
-        check(lib.kvf_tokens_new(model.vocab, out))
-        self.tokens = ffi.gc(out[0], lib.kvf_tokens_free)
-        self._grammars: OrderedDict[Grammar, Any] = OrderedDict()
-        self._mutex = threading.Lock()
-
-    def get(self, grammar: Grammar, model: Model) -> Any:
-        """Return a compiled grammar in its initial state. Raises UsageError."""
-        with self._mutex:
-            if grammar in self._grammars:
-                self._grammars.move_to_end(grammar)
-                return self._grammars[grammar]
-        found = _new(grammar, model, self.tokens)  # several threads may do so at once
-        with self._mutex:
-            self._grammars[grammar] = found
-            while len(self._grammars) > _N_KEPT:
-                self._grammars.popitem(last=False)
-        return found
-
-
 _N_KEPT = 32  # compiled grammars of a model: enough for agents' tools and for waiting requests
-_COMPILED: WeakKeyDictionary[Model, _Compiled] = WeakKeyDictionary()
+_COMPILERS: WeakKeyDictionary[Model, Callable[[Grammar], Any]] = WeakKeyDictionary()
 _MUTEX = threading.Lock()
 
 
 def _compiled(grammar: str | Grammar, model: Model) -> Any:
+    """Return a compiled grammar in its initial state. Raises UsageError."""
     with _MUTEX:
-        of_model = _COMPILED.get(model) or _COMPILED.setdefault(model, _Compiled(model))
-    return of_model.get(grammar if isinstance(grammar, Grammar) else Grammar(grammar), model)
+        compiler = _COMPILERS.get(model) or _COMPILERS.setdefault(model, _compiler(model))
+    return compiler(grammar if isinstance(grammar, Grammar) else Grammar(grammar))
+
+
+def _compiler(model: Model) -> Callable[[Grammar], Any]:
+    """Return a function that compiles grammars for a model, and keeps the most recently used ones. It does not keep the model."""
+    out = ffi.new("struct kvf_tokens **")
+    check(lib.kvf_tokens_new(model.vocab, out))
+    tokens = ffi.gc(out[0], lib.kvf_tokens_free)
+    model = proxy(model)
+    return lru_cache(maxsize=_N_KEPT)(lambda grammar: _new(grammar, model, tokens))
 
 
 def _new(given: Grammar, model: Model, tokens: Any) -> Any:
@@ -152,7 +140,7 @@ class Follower:
         check(lib.kvf_grammar_accept(self.handle, token))
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that may follow, (n_vocab,) bool. A lazy grammar must have begun."""
+        """Return the mask of the tokens that may follow, (n_vocab,) bool. A lazy grammar must have begun to apply."""
         return _mask(self.handle, self._n_vocab)
 
 
@@ -169,7 +157,7 @@ def _copy(handle: Any) -> Any:
 
 
 def check_grammar(grammar: str | Grammar, model: Model) -> None:
-    """Raise UsageError unless a grammar (GBNF) can be used with a model. Compiles it, so that later uses start at once."""
+    """Compile a grammar (GBNF) for a model, so that later uses start at once. Raises UsageError if it cannot be used."""
     _compiled(grammar, model)
 
 
