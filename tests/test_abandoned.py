@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import ENGINE
 from support.runs import GREEDY, SCORED, TOKENS, Open, feed, spell
 
 from pyllama_kvflash import KVFlash
@@ -19,7 +20,7 @@ from pyllama_kvflash.native import lib as library
 from pyllama_kvflash.native.lib import ffi, owned
 from pyllama_kvflash.needle import BUNDLED_MODEL
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SECONDS = 120
 SMALL: dict[str, Any] = {**SCORED, "n_parallel": 2, "pool": 1536}
@@ -90,10 +91,10 @@ def test_it_is_closed_at_once(
 def test_it_is_closed_as_part_of_a_circle(
     opened: Open, use: Callable[[KVFlash], object], ignored: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five times, with what it was asked for and an engine of another kind in the same garbage."""
+    """Twice, with what it was asked for and an engine of another kind in the same garbage."""
     spell(monkeypatch)
     before = len(library._owned)
-    for _ in range(5):
+    for _ in range(2):
         circle: list[Any] = [opened(**SMALL), opened(**FRESH)]
         circle += [use(circle[0]), use(circle[1]), circle]
         del circle
@@ -136,7 +137,7 @@ from pyllama_kvflash import KVFlash, Sampling
 
 def opened():
     kv = KVFlash.from_file(sys.argv[1], n_ctx=4096, pool=1024, n_threads=1, n_parallel=2, policy="fresh")
-    events = kv.generate("The sea is wide. " * 300, max_tokens=50, sampling=Sampling(temperature=0))
+    events = kv.generate("The sea is wide. " * 230, max_tokens=50, sampling=Sampling(temperature=0))
     for _ in range(8):
         next(events)
     return [kv, events]

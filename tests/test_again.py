@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support.again import PLACES, Hot, Shares, before, once, rounds
-from support.changes import SCORING
+from support.changes import ENGINE, SCORING
 from support.runs import (
     SCORED,
     TOKENS,
@@ -31,7 +31,7 @@ from pyllama_kvflash import Token
 from pyllama_kvflash.engine import decoder
 from pyllama_kvflash.options import Spec
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL: dict[str, Any] = {**SCORED, "tau": 1}  # 16 blocks; scored after every token
 

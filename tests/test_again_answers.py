@@ -91,6 +91,7 @@ def test_events_tell_all_that_moved(opened: Open, name: str) -> None:
     assert n_again > 100
 
 
+@pytest.mark.nightly(ENGINE)
 def test_the_pool_and_the_records_stay_whole(opened: Open) -> None:
     """Through chunks that begin and fill up, in batches in between, with pins, and after going back."""
     rng = np.random.default_rng(3)
@@ -133,15 +134,13 @@ class Missing(Shares):
 
 
 STEPS = r"pyllama_kvflash/(engine|pool)/.*"
-DAILY = {("qwen3", "in a chunk"), ("gemma4", "fills a chunk")}
 
 
+@pytest.mark.nightly(STEPS)
 @pytest.mark.parametrize(
     ("name", "at", "step"),
     [
-        pytest.param(
-            name, at, step, id=f"{name}-{place}", marks=[] if (name, place) in DAILY else pytest.mark.nightly(STEPS)
-        )
+        pytest.param(name, at, step, id=f"{name}-{place}")
         for name, steps in {"qwen3": (1, 3, 3), "gemma4": (5, 5, 5)}.items()
         for at, place, step in zip((325, 336, 337), PLACES, steps, strict=True)
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import agents, serving, tiny
 from support.agents import Messages, Turn
-from support.changes import SERVE
+from support.changes import ENGINE, SERVE
 from support.serving import Running, between_turns
 
 from pyllama_kvflash import KVFlash
@@ -98,14 +98,12 @@ def check_turns(kind: str, turns: list[Turn]) -> None:
             assert turn.again <= OPENER, where
 
 
+@pytest.mark.nightly(SERVE, ENGINE)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("hybrid", {}),
-        *(pytest.param(*case, marks=pytest.mark.nightly(SERVE)) for case in (
-            ("sliding window", {}), ("sliding window", {"pool": "off"}), ("hybrid", {"pool": "off"}),
-            ("dense", {}), ("dense", {"policy": "qk"}), ("dense", {"policy": "lru"}), ("dense", {"pool": "off"}), ("mamba", {"pool": "off"}),
-        )),
+        ("hybrid", {}), ("sliding window", {}), ("sliding window", {"pool": "off"}), ("hybrid", {"pool": "off"}),
+        ("dense", {}), ("dense", {"policy": "qk"}), ("dense", {"policy": "lru"}), ("dense", {"pool": "off"}), ("mamba", {"pool": "off"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -154,7 +152,8 @@ def test_two_agents_on_two_sequences_keep_their_own(
             assert turn.again <= (0 if kind == "dense" else OPENER)
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("hybrid", marks=pytest.mark.nightly(SERVE))])
+@pytest.mark.nightly(SERVE, ENGINE)
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_two_agents_on_one_sequence(
     paths: Callable[[str], Path], alone: Callable[[str], list[int]], kind: str, tmp_path: Path
 ) -> None:

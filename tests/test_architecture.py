@@ -4,6 +4,7 @@ What tests share is in tests/support: no test file imports another.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def imports(source: str, module: str, *, package: bool = False) -> set[str]:
     return found
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     home = BENCHES if path.is_relative_to(BENCHES) else PACKAGE
     parts = path.relative_to(home.parent).with_suffix("").parts

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import CLI
 from support.commands import (
     HELLO,
     RUNTIME,
@@ -133,6 +134,7 @@ def test_a_huge_context_with_the_full_cache() -> None:
     check_error(shell('ulimit -v 4000000; exec "$K" "$@"', *args), RUNTIME, "1,000,000,000", "full cache")
 
 
+@pytest.mark.sampled(CLI)
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -203,6 +205,7 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     check_error(kvflash("demo", *small, "-o", missing), USAGE, f"{missing}: there is no folder")
 
 
+@pytest.mark.sampled(CLI)
 @pytest.mark.parametrize("form", [(), ("--json",), ("--jsonl",)])
 def test_full_disk(form: tuple[str, ...]) -> None:
     res = kvflash("run", *HELLO, *form, "-o", "/dev/full", "--trace", "/dev/full")
@@ -217,11 +220,13 @@ def test_full_disk(form: tuple[str, ...]) -> None:
     check_error(shell('"$K" "$@" > /dev/full', "run", *HELLO, *form), RUNTIME, "no space left")
 
 
+@pytest.mark.sampled(CLI)
 @pytest.mark.parametrize("command", [("inspect",), ("inspect", "--json"), ("--help",), ("run", "--help")])
 def test_full_disk_behind_other_commands(command: tuple[str, ...]) -> None:
     check_error(shell('"$K" "$@" > /dev/full', *command), RUNTIME, "no space left")
 
 
+@pytest.mark.sampled(CLI)
 @pytest.mark.parametrize(
     "args",
     [
@@ -243,6 +248,7 @@ def test_a_run_that_fails_writes_nothing_over(tmp_path: Path, args: tuple[str, .
     assert path.read_text() == "mine"
 
 
+@pytest.mark.sampled(CLI)
 @pytest.mark.parametrize(
     "args",
     [
@@ -268,6 +274,7 @@ def test_reader_that_goes_away(args: tuple[str, ...]) -> None:
     assert "error" not in err  # `| head` is no error
 
 
+@pytest.mark.sampled(CLI)
 @pytest.mark.parametrize("redirect", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(redirect: str) -> None:
     res = shell(f'"$K" "$@" {redirect}', "run", *HELLO)
@@ -281,6 +288,7 @@ def test_closed_streams(redirect: str) -> None:
     assert res.code in {RUNTIME, USAGE}  # stdin has nothing to read, or is closed
 
 
+@pytest.mark.sampled(CLI)
 @pytest.mark.parametrize(
     "args", [("--version",), ("run", "--help"), ("inspect",), ("inspect", "--json"), ("chat", "-c", "256")]
 )
@@ -303,6 +311,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
     assert subprocess.run(shell_, check=False, timeout=TIMEOUT).returncode > 2
 
 
+@pytest.mark.sampled(CLI)
 @pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&1 >$OUT | true"])
 def test_messages_that_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redirect: str) -> None:
     """A full disk, or a reader that is gone: the answer is written, and the exit code the same."""
@@ -316,6 +325,7 @@ def test_messages_that_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.Monke
     assert code.read_text() == f"{USAGE}\n"
 
 
+@pytest.mark.nightly(CLI)
 def test_output_encoding_that_cannot_show_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     for args in (

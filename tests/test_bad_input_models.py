@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import CLI, ENGINE
 from support.commands import (
     HELLO,
     RUNTIME,
@@ -244,6 +245,7 @@ def limited(kib: int, *args: str, stdin: bytes) -> Ended:
     return kvflash(*args, stdin=stdin, command=("sh", "-c", f'ulimit -v {kib}; exec "$0" "$@"', SCRIPT))
 
 
+@pytest.mark.nightly(CLI, ENGINE)
 @pytest.mark.skipif(ON_GPU, reason="CUDA maps gigabytes of addresses for a moment, which say nothing about memory")
 @pytest.mark.usefixtures("one_arena")
 def test_out_of_host_memory_for_records() -> None:

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import CLI, ENGINE
 from support.commands import INTERRUPTED, SCRIPT, TIMEOUT, Ended, check_error, check_plain, kvflash
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(sys.platform != "linux", reason="signals, limits and /dev")]
@@ -105,6 +106,7 @@ def test_interrupt_during_decode() -> None:
     assert res.out.endswith("\n")
 
 
+@pytest.mark.sampled(CLI, ENGINE)
 @pytest.mark.parametrize("exists", [False, True])
 def test_interrupt_keeps_the_text_in_a_file(tmp_path: Path, exists: bool) -> None:
     """In the place of an old one, too."""
@@ -123,6 +125,7 @@ def test_interrupt_keeps_the_text_in_a_file(tmp_path: Path, exists: bool) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.nightly(CLI, ENGINE)
 def test_interrupt_during_decode_json() -> None:
     with started(*ENDLESS, "--json") as process:
         read_until(process.stderr, b"pool of")
@@ -136,6 +139,7 @@ def test_interrupt_during_decode_json() -> None:
     assert found["stats"]["n_generated"] > 0
 
 
+@pytest.mark.nightly(CLI, ENGINE)
 def test_impatient_interrupts() -> None:
     with started(*ENDLESS) as process:
         res = interrupt(process, read_until(process.stdout, b" "), times=5)
@@ -157,6 +161,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.sampled(CLI, ENGINE)
 @pytest.mark.parametrize(("n", "form"), [(1, ()), (10, ("--json",))])
 def test_interrupt_during_load(n: int, form: tuple[str, ...]) -> None:
     with started(str(n), *ENDLESS, *form, command=(sys.executable, "-c", WHILE_LOADING)) as process:
@@ -183,6 +188,7 @@ main()
 """
 
 
+@pytest.mark.sampled(CLI, ENGINE)
 @pytest.mark.parametrize("at", ["pyllama_kvflash.cli", "click", "pyllama_kvflash.cli.serve", "exit"])
 def test_interrupt_as_python_starts_and_ends(at: str) -> None:
     with started(at, "--version", command=(sys.executable, "-c", WHILE_IMPORTING)) as process:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import ENGINE
 from support.commands import good, invoke
 from support.runs import HOST
 
@@ -48,6 +49,7 @@ def needed(coarse: str, options: dict[str, Any]) -> dict[str, int]:
     return {need.name: need.total - need.program + RESERVE for need in found.memory}
 
 
+@pytest.mark.sampled(ENGINE)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_most_bits_for_which_there_is_memory(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """A byte less, and there are fewer; loading says what a look at the file does."""
@@ -96,6 +98,7 @@ def test_codes_that_cannot_be_made_are_made_of_fewer_bits(
         KVFlash.from_file(tiny_path("qwen3"), **SMALL, coarse="4")
 
 
+@pytest.mark.nightly(ENGINE, r"bench/kvflash_bench/shapes\.py")
 @HOST
 def test_a_card_that_is_pretended_decides(tmp_path: Path) -> None:
     """Only the memory where codes are: fewer bits do not help RAM. A file without weights is enough."""
@@ -120,6 +123,7 @@ def test_a_card_that_is_pretended_decides(tmp_path: Path) -> None:
     assert on_gpu(least, coarse=FORMS[-1])[2] == 512, "what is given is kept"
 
 
+@pytest.mark.nightly(ENGINE, r"bench/kvflash_bench/shapes\.py")
 @HOST
 def test_experts_go_to_the_host_before_bits_do(tmp_path: Path) -> None:
     """A file without weights is enough."""

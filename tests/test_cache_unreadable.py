@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import CLI, SNAPSHOT
 from support.runs import Open
 
 from pyllama_kvflash import KVFlash
@@ -52,15 +54,25 @@ def cache_command(folder: Path, *args: str) -> Result:
     return CliRunner().invoke(main, ["cache", *args, "--prefix-cache", str(folder)])
 
 
-def filled(kv: KVFlash, folder: Path) -> tuple[PrefixCache, Path, Path]:
-    """Return a cache with two files, of which the second one has records in the first, and these files."""
-    cache = PrefixCache(folder, LARGE)
-    first = cache.save(read(kv, TEXT[:BEGUN]))
-    cache.save(read(kv, np.concatenate([TEXT[:BEGUN], OTHER[:150]])))
-    second = cache.save(read(kv, TEXT))
-    assert first
-    assert second
-    return cache, first, second
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A cache's folder with three files, of which two have records in the first, and the name of that."""
+    folder = tmp_path_factory.mktemp("cache")
+    with KVFlash.from_file(BUNDLED_MODEL, **SMALL) as kv:
+        cache = PrefixCache(folder, LARGE)
+        first = cache.save(read(kv, TEXT[:BEGUN]))
+        assert first
+        for text in (np.concatenate([TEXT[:BEGUN], OTHER[:150]]), TEXT):
+            assert cache.save(read(kv, text))
+    return folder, first.relative_to(folder)
+
+
+@pytest.fixture
+def filled(made: tuple[Path, Path], tmp_path: Path) -> tuple[PrefixCache, Path]:
+    """Such a cache in tmp_path, and its first file."""
+    folder, first = made
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return PrefixCache(tmp_path, LARGE), tmp_path / first
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str, path: Path, code: int) -> None:
@@ -75,12 +87,13 @@ def refuse(monkeypatch: pytest.MonkeyPatch, name: str, path: Path, code: int) ->
     monkeypatch.setattr(os, name, failing)
 
 
+@pytest.mark.sampled(CLI, SNAPSHOT)
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
 def test_a_file_that_cannot_be_opened_stays(
-    kv: KVFlash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    filled: tuple[PrefixCache, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """And so do those that have records in it."""
-    cache, first, _ = filled(kv, tmp_path)
+    cache, first = filled
     refuse(monkeypatch, "open", first, code)
     done = cache_command(tmp_path, "verify", "--remove")
     assert done.exit_code == 1
@@ -95,9 +108,9 @@ def test_a_file_that_cannot_be_opened_stays(
 
 
 def test_a_disk_that_fails_while_a_file_is_read_removes_nothing(
-    kv: KVFlash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kv: KVFlash, filled: tuple[PrefixCache, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, *_ = filled(kv, tmp_path)
+    cache, _ = filled
     entries = len(cache.entries())
     real = os.preadv
 
@@ -146,12 +159,13 @@ def test_a_folder_that_cannot_be_read_is_refused(
 #
 
 
+@pytest.mark.sampled(CLI, SNAPSHOT)
 @pytest.mark.parametrize("what", ["the lock", "the folder of a model", "the file of a text"])
 def test_a_cache_that_cannot_be_written_costs_no_answer(
     kv: KVFlash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     text, folder = tmp_path / "text", tmp_path / "cache"
-    text.write_text(kv.detokenize(TEXT.tolist()))
+    text.write_text(kv.detokenize(TEXT[:1100].tolist()))
     run = ("run", "-f", str(text), "-no-cnv", "-c", "8K", "-n", "2", "--temp", "0", "-t", "1")
     want = CliRunner().invoke(main, run).stdout
     folder.mkdir()

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import ENGINE, SERVE
 from support.rewritten import with_template
 from support.runs import GREEDY, Open, text_of
 
@@ -68,6 +69,7 @@ def test_turns_read_what_is_new(chatting: Callable[..., KVFlash]) -> None:
     kv.check_integrity()
 
 
+@pytest.mark.nightly(SERVE, ENGINE)
 def test_each_sequence_has_a_conversation(chatting: Callable[..., KVFlash]) -> None:
     kv = chatting(TEMPLATE, n_parallel=2, pool=1024, policy="qk")
     for sequence in kv.sequences:

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.oracles import ON_GPU
 from support.runs import BY_SIXTEEN, GREEDY, TOKENS, Open, check_residency
 
@@ -17,7 +17,7 @@ from pyllama_kvflash.errors import UnsupportedError
 from pyllama_kvflash.pool import checkpoints
 from pyllama_kvflash.pool.checkpoints import least
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 wordless = snapshots.wordless
 EXACT = pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")
@@ -120,6 +120,7 @@ def test_a_turn_is_cut_for_a_snapshot_now_and_then(opened: Open, monkeypatch: py
     assert found == [896, 896, 896, 1184]
 
 
+@pytest.mark.nightly(ENGINE)
 def test_there_are_few_and_they_are_counted(opened: Open) -> None:
     """The oldest go where they are densest. Beyond the limit there are fewer; at 0 there are none."""
     kv = opened("qwen35", pool="off")

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import CLI, ENGINE
 from support.commands import (
     NEEDLE_TOKEN_BYTES,
     POOLED,
@@ -274,6 +275,7 @@ def test_stop_string_is_not_shown() -> None:
     assert good("run", *SHORT, "-n", "16", "--temp", "0", "-r", stop).stdout == found["text"] + "\n"
 
 
+@pytest.mark.sampled(CLI, ENGINE)
 @pytest.mark.parametrize(
     ("args", "n_ctx", "n_pool"),
     [
@@ -374,6 +376,7 @@ def test_host_memory_that_is_just_enough(long_file: Path) -> None:
     assert "--kvflash-host" in res.stderr
 
 
+@pytest.mark.sampled(CLI, ENGINE)
 @pytest.mark.parametrize("args", [("-ts", "3,1"), ("-ts", "0,1"), ("-ngl", "0"), ("-ngl", "3")])
 def test_shares_change_nothing_without_gpus(args: Sequence[str]) -> None:
     want = summary(*SHORT, "-n", "8")
@@ -412,6 +415,7 @@ def test_cache_types(long_file: Path) -> None:
 LAYER_BYTES = 4096 * NEEDLE_TOKEN_BYTES // 6  # of a context of 4K
 
 
+@pytest.mark.sampled(CLI, ENGINE)
 @pytest.mark.parametrize(
     ("args", "n_pane"),
     [
@@ -490,6 +494,7 @@ def test_devices_without_room_to_read_exactly(long_file: Path, monkeypatch: pyte
 #
 
 
+@pytest.mark.sampled(CLI, ENGINE)
 @pytest.mark.parametrize("command", ["run", "inspect"])
 def test_no_escape_codes_without_a_terminal(command: str) -> None:
     res = process(command, *(SHORT if command == "run" else ()))

@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support import commands
+from support import commands, needles
+from support.changes import BENCHES, CLI, ENGINE
 from support.commands import POOLED, good, summary
 
 from pyllama_kvflash import KVFlash
@@ -52,6 +53,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Give:
     return give
 
 
+@pytest.mark.nightly(CLI, ENGINE, BENCHES)
 def test_trace_and_plot(long_file: Path, tmp_path: Path, given: Give) -> None:
     """What a run writes is what it did, and can be drawn."""
     pytest.importorskip("matplotlib")
@@ -93,6 +95,7 @@ def test_defaults_are_those_of_the_library(command: str) -> None:
     assert differ == {}
 
 
+@pytest.mark.nightly(CLI, ENGINE)
 def test_a_drafter_is_taken_at_its_word(long_file: Path, tmp_path: Path) -> None:
     """--set scorer_model means policy drafter, unless another one is typed; a bad one is a warning."""
     args = ("-f", str(long_file), *POOLED, "-n", "8")
@@ -107,10 +110,12 @@ def test_a_drafter_is_taken_at_its_word(long_file: Path, tmp_path: Path) -> None
     assert (long_file.parent / "answer.txt").read_text() in res.stdout
 
 
-def test_pins_by_option(long_file: Path, tmp_path: Path) -> None:
+@pytest.mark.nightly(CLI, ENGINE)
+def test_pins_by_option(tmp_path: Path) -> None:
     """The chunks of --set pins are never dropped; without them they are."""
-    trace = tmp_path / "run.jsonl"
-    args = ("-f", str(long_file), "-c", "4K", "-b", "64", "--kvflash", "1K", "--kvflash-policy", "lru", "-n", "1")
+    trace, text = tmp_path / "run.jsonl", tmp_path / "text.txt"
+    text.write_text(needles.document(1500).text)
+    args = ("-f", str(text), "-c", "4K", "-b", "64", "--kvflash", "1K", "--kvflash-policy", "lru", "-n", "1")
 
     def gone(*more: str) -> set[int]:
         good("run", *args, "--trace", str(trace), *more)

@@ -315,6 +315,7 @@ def test_bytes_of_fewer_positions_are_their_beginning(
     made.run.ctx.close()
 
 
+@pytest.mark.nightly(LIBRARY)
 def test_a_segment_begins_with_its_own_mean_or_that_before(case_of: Callable[..., Case]) -> None:
     """Its own if enough of it is known."""
     model = case_of("qwen3").model

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
-from support.changes import ENGINE
+from support.changes import CLI, ENGINE
 from support.commands import good
 from support.cuts import cut_off_at_every_line
 from support.oracles import ON_GPU
@@ -185,6 +185,7 @@ def test_another_process_goes_on(opened: Open, tmp_path: Path, policy: str) -> N
 NEEDLES = needles.document(2400, seed=3)
 
 
+@pytest.mark.nightly(ENGINE)
 @pytest.mark.parametrize("coarse", FORMS)
 def test_recency_with_codes_finds_every_needle(opened: Open, coarse: str) -> None:
     assert needles.n_found(opened, NEEDLES, policy="lru", coarse=coarse) == len(NEEDLES.needles)
@@ -230,6 +231,7 @@ def long_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly(ENGINE, CLI)
 def test_the_command_line(long_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVFLASH_COARSE", raising=False)
     pooled = ("-f", str(long_file), "--kvflash", "512", "-c", "4096", "-n", "4")

@@ -24,7 +24,7 @@ from pyllama_kvflash.options import Options
 from pyllama_kvflash.policy import Geometry
 from pyllama_kvflash.policy.coarse import FORMS
 
-pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
+pytestmark = pytest.mark.native
 
 library = kernels.library
 SMALL: dict[str, Any] = {
@@ -64,6 +64,7 @@ def talk(kv: KVFlash, tmp_path: Path, *, goes_back: bool) -> list[Logits]:
     return res
 
 
+@pytest.mark.nightly(ENGINE, r"tests/native/cuda/.*|tests/support/kernels\.py")
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("name", ["qwen3", "gemma4"])
 def test_answers_are_those_of_codes_that_stay(opened: Open, tmp_path: Path, name: str) -> None:
@@ -78,6 +79,7 @@ def test_answers_are_those_of_codes_that_stay(opened: Open, tmp_path: Path, name
     assert lodged.stats().pane_bytes == at_home.stats().pane_bytes, "they are large enough here"
 
 
+@pytest.mark.nightly(ENGINE, r"tests/native/cuda/.*|tests/support/kernels\.py")
 @pytest.mark.usefixtures("by_kernels")
 def test_a_state_goes_with_them(opened: Open) -> None:
     logits = []

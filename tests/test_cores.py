@@ -1,5 +1,6 @@
 """A warning where threads wait for cores: once, and not for idle cores, a moment's work, or one thread."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,8 +89,8 @@ def test_a_run_warns_once(crowded: list[int]) -> None:
     assert len(crowded) == 2
 
 
-def test_a_prompt_warns_while_it_is_read(crowded: list[int]) -> None:
-    with KVFlash.from_file(BUNDLED_MODEL, n_ctx=2048, n_threads=2, n_ubatch=32) as kv:
+def test_a_prompt_warns_while_it_is_read(crowded: list[int], tiny_path: Callable[[str], Path]) -> None:
+    with KVFlash.from_file(tiny_path("qwen3"), n_ctx=2048, n_threads=2, n_ubatch=32) as kv:
         events = list(kv.prefill([100] * 1280))
     assert [i for i, e in enumerate(events) if e == Warn(SAYS)] == [31], "threads have worked and waited for 60 s"
 

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import BENCHES
 from support.commands import INTERRUPTED, good, invoke
 
 from pyllama_kvflash import KVFlash
@@ -65,6 +66,7 @@ def test_the_pool_comes_first(args: tuple[str, ...], monkeypatch: pytest.MonkeyP
     assert codes[0] in asked, "the first question is at the end of the file"
 
 
+@pytest.mark.nightly(BENCHES)
 @pytest.mark.parametrize("cut", ["lru", "full"])
 def test_the_pool_s_answers_stay_after_an_interrupt(
     args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, cut: str
@@ -80,6 +82,7 @@ def test_the_pool_s_answers_stay_after_an_interrupt(
     assert res.stderr.splitlines()[-1].endswith("interrupted")
 
 
+@pytest.mark.nightly(BENCHES)
 def test_json_is_written_at_the_end(args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch)
     *names, line = good(*args, "--json").stdout.splitlines()

@@ -140,6 +140,7 @@ def by_turns(kv: KVFlash, prompts: list[Any], n: int) -> list[tuple[list[int], i
     return [(tokens, found.accepted if found else 0) for tokens, found in zip(ids, stats, strict=True)]
 
 
+@pytest.mark.nightly(DRAFTS)
 def test_sequences_of_a_pool_read_their_own_features() -> None:
     """A trained drafter is right as often for two sequences by turns as for each alone, and the codes are the same."""
     spec = Spec(kind="dflash", model=str(DFLASH), n_max=7, gate=0)

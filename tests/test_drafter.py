@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
-from support.changes import SCORERS
+from support.changes import SCORERS, SCORING
 from support.rewritten import rewritten
 from support.runs import GREEDY, Open, check_residency, text_of
 
@@ -121,6 +121,7 @@ def read(kv: KVFlash, text: str) -> list[Event]:
 #
 
 
+@pytest.mark.sampled(SCORING)
 @pytest.mark.parametrize("policy", ["drafter", "crosstok"])
 def test_a_drafter_finds_the_codes(opened: Open, document: NeedlePrompt, policy: str) -> None:
     """A model with the same attention finds what the target's would."""
@@ -372,6 +373,7 @@ def test_rollback_of_the_target_rolls_the_drafter_back(
     assert np.array_equal(theirs.tokens, other[:1500])
 
 
+@pytest.mark.nightly(SCORERS)
 def test_a_hybrid_drafter_begins_anew(tiny_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state cannot go back: it reads the whole sequence again, and no more than that."""
     monkeypatch.setattr(reader, "same_tokenizer", lambda _a, _b: True)  # these have none

@@ -21,7 +21,7 @@ from support.runs import GREEDY, Open, text_of
 from pyllama_kvflash import Done, KVFlash, Sampling, Token
 from pyllama_kvflash.native import Model
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 files = drafting.files
 noise = drafting.noise
@@ -97,6 +97,7 @@ class Pair:
         return reason
 
 
+@pytest.mark.nightly(ENGINE)
 def test_length_in_the_middle_of_a_draft(
     opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]
 ) -> None:
@@ -115,6 +116,7 @@ def test_stop_string_in_the_middle_of_a_draft(
     assert pair.knowing.n_calls > 10
 
 
+@pytest.mark.nightly(ENGINE)
 @CPU_ONLY
 def test_end_of_text_in_the_middle_of_a_draft(
     opened: Open, noise: Callable[..., float], monkeypatch: pytest.MonkeyPatch, story: npt.NDArray[np.int32]

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import drafting
+from support.changes import ENGINE
 from support.drafting import N_MAX, TOKENS, Knowing, run, same
 from support.runs import Open
 from support.scorers import shuffled
@@ -90,6 +91,7 @@ def test_refused_together_with_something_else(opened: Open) -> None:
             opened("qwen35", {}, **options)
 
 
+@pytest.mark.sampled(ENGINE)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -119,6 +121,7 @@ def test_small_batches(
     assert (got.done.stats.accepted > 10) == (options not in ({"n_ubatch": 2}, {"n_ubatch": N_MAX}, {"n_batch": N_MAX}))
 
 
+@pytest.mark.sampled(ENGINE)
 @pytest.mark.parametrize(
     "spec",
     [

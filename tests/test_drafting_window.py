@@ -20,7 +20,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL, make_prompt
 from pyllama_kvflash.pool import speculation
 from pyllama_kvflash.pool.speculation import Drafts
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 files = drafting.files
 noise = drafting.noise

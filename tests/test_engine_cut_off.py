@@ -79,8 +79,8 @@ def before_clear(kv: KVFlash) -> None:
 
 
 OPERATIONS: dict[str, tuple[Callable[[KVFlash], None], Callable[[KVFlash], None]]] = {
-    "decode": (before_decode, lambda kv: kv.decode(TOKENS[kv.n_tokens : kv.n_tokens + 16])),
     "page_in": (before_page_in, lambda kv: kv.page_in(5)),
+    "decode": (before_decode, lambda kv: kv.decode(TOKENS[kv.n_tokens : kv.n_tokens + 16])),
     "rollback": (before_rollback, lambda kv: kv.rollback(101)),
     "clear": (before_clear, lambda kv: kv.clear()),
 }

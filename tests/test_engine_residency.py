@@ -7,12 +7,13 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import ENGINE
 from support.runs import LRU, Open, check_residency, feed, logits_of, out
 
 from pyllama_kvflash.errors import PoolError, UsageError
 from pyllama_kvflash.policy import LedgerError
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL = LRU
 

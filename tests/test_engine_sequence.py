@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import tiny
+from support.changes import ENGINE
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
@@ -20,7 +21,7 @@ from pyllama_kvflash.errors import UnsupportedError, UsageError
 from pyllama_kvflash.native import ALL, NONE
 from pyllama_kvflash.needle import NeedlePrompt
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL = LRU
 
@@ -157,6 +158,7 @@ def test_recurrent_state_cannot_go_back(opened: Open) -> None:
     assert np.array_equal(logits_of(kv, 300), logits_of(opened("qwen35"), 300))
 
 
+@pytest.mark.nightly(ENGINE)
 def test_sliding_window_cannot_go_back_beyond_what_it_holds(opened: Open) -> None:
     """Where it cannot, it says so; where it can, going on is as if the sequence had never gone further."""
     end = 20 * 64

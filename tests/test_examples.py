@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import ENGINE, EXAMPLES, SERVE
 from support.rewritten import rewritten
 
 pytestmark = pytest.mark.native
@@ -54,6 +55,7 @@ def codes() -> list[str]:
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
+@pytest.mark.sampled(ENGINE, SERVE, EXAMPLES)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_answers(name: str, tmp_path: Path) -> None:
     printed = run(name, tmp_path)
@@ -71,6 +73,7 @@ def test_a_script_answers(name: str, tmp_path: Path) -> None:
         assert (tmp_path / "residency.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.nightly(ENGINE, SERVE, EXAMPLES)
 def test_a_file_and_questions_of_one_s_own(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(DOCUMENT.text)
     model = rewritten(tmp_path / "model.gguf")
@@ -79,6 +82,7 @@ def test_a_file_and_questions_of_one_s_own(tmp_path: Path) -> None:
     assert [line.partition("    (")[0] for line in printed.splitlines()] == [LINES[2], LINES[1]]
 
 
+@pytest.mark.nightly(ENGINE, SERVE, EXAMPLES)
 @pytest.mark.parametrize("name", ["warm_turns", "openai_server"])
 def test_another_model(name: str, tmp_path: Path) -> None:
     """It is the bundled one with a template."""
@@ -88,6 +92,7 @@ def test_another_model(name: str, tmp_path: Path) -> None:
         assert line in printed
 
 
+@pytest.mark.nightly(ENGINE, SERVE, EXAMPLES)
 def test_the_notebook_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells, one after the other."""
     names: dict[str, Any] = {}

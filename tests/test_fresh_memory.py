@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.oracles import ONE_GPU
 from support.runs import BY_SIXTEEN, TOKENS, Open
 
@@ -30,7 +30,7 @@ from pyllama_kvflash.policy.coarse import CoarseForm
 from pyllama_kvflash.policy.device import RESERVE
 from pyllama_kvflash.policy.fresh import Heads
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 environment = commands.environment
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support import agents, serving
-from support.changes import SERVE
+from support.changes import ENGINE, SERVE
 from support.rewritten import rewritten
 from support.serving import NAME, SMALL, Running, long_text
 
@@ -96,6 +96,7 @@ def test_a_slot_of_choice(server: Running) -> None:
     assert texts[0] == texts[1] > 250
 
 
+@pytest.mark.sampled(SERVE, ENGINE)
 @pytest.mark.parametrize(
     "options",
     [

@@ -127,6 +127,7 @@ def test_whatever_was_drafted(
     assert rows_apart(kv, plain, 700 // CHUNK) <= width_apart(opened, name)
 
 
+@pytest.mark.nightly(ENGINE)
 def test_rows_of_the_pools_own_decoding_are_told_apart(opened: Open, wordless: None) -> None:
     """The tests above can fail."""
     kv, plain = opened(mode="fast", policy="lru"), opened(mode="fast")
@@ -197,6 +198,7 @@ def test_decode_is_exact_too(opened: Open) -> None:
     assert kv.n_batch == N_UBATCH
 
 
+@pytest.mark.nightly(ENGINE)
 def test_a_state_that_cannot_go_back(opened: Open, known: Callable[..., Chosen], wordless: None) -> None:
     """llama.cpp takes back the states of some architectures only: of the others nothing is drafted."""
     chosen = known()

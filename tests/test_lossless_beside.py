@@ -25,7 +25,11 @@ from pyllama_kvflash.errors import HostMemoryError
 from pyllama_kvflash.policy.lookahead import Length, Lookahead
 from pyllama_kvflash.pool.exact import ExactReader
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order"),
+    pytest.mark.sampled(ENGINE),
+]
 
 SMALL = lossless.SMALL
 known = lossless.known

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.changes import CLI, ENGINE
 from support.oracles import N_GPU
 
 from pyllama_kvflash import KVFlash
@@ -44,6 +45,7 @@ def peak_of(command: list[str]) -> tuple[int, str, str]:
     return int(peak), run.stdout, "\n".join(said)
 
 
+@pytest.mark.sampled(ENGINE, CLI)
 @pytest.mark.parametrize(("n_words", "pool"), [(10, "auto"), (3000, "1K"), (3000, "off")])
 def test_the_peak_that_is_said_is_the_one_outside(tmp_path: Path, pool: str, n_words: int) -> None:
     """Within 5 %, and no more than was said at the start."""

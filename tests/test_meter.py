@@ -24,7 +24,11 @@ from pyllama_kvflash.native import ALL
 from pyllama_kvflash.options import Options, Spec
 from pyllama_kvflash.pool.sequence import PooledSequence
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order"),
+    pytest.mark.sampled(ENGINE),
+]
 
 wordless = snapshots.wordless
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support import serving
+from support.changes import GRAMMARS, SERVE
 from support.oracles import ON_CPU
 from support.serving import NAME, Running
 from support.serving import TOOLS_TEMPLATE as TEMPLATE
@@ -116,6 +117,7 @@ def test_a_prompt_as_it_is(server: Running) -> None:
     assert post(server, "/api/generate", prompt="The sea", raw=True)["response"] == plain
 
 
+@pytest.mark.sampled(SERVE, GRAMMARS)
 @pytest.mark.parametrize("how", [{}, {"raw": True}, {"messages": ASKS}])
 def test_an_answer_of_a_form(server: Running, how: dict[str, Any]) -> None:
     path, body = ("/api/chat", how) if "messages" in how else ("/api/generate", {"prompt": "The code?", **how})

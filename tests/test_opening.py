@@ -158,10 +158,8 @@ def test_an_answer_that_is_broken_off_opens_no_longer(
     assert widths[n_batches:] == widths[:n_batches]
 
 
-def test_it_is_said(tmp_path: Path) -> None:
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("A secret code. " * 300)
-    args = ("run", "-f", str(prompt), "--kvflash", "512", "-c", "2K", "-n", "4", "--temp", "0", "-v")
+def test_it_is_said() -> None:
+    args = ("run", "-p", "Hello", "--kvflash", "512", "-c", "2K", "-n", "4", "--temp", "0", "-v")
     for few in (("--kvflash-policy", "qk"), ("--kvflash-coarse", "2")):
         assert "the first 32 tokens of an answer are lossless" in good(*args, *few).stderr
     assert "of an answer are lossless" not in good(*args).stderr, "keys of 4 bits"

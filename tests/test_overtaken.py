@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.changes import crossed
+from support.changes import ENGINE, crossed
 from support.runs import GREEDY, LRU, SCORED, TOKENS, Open, spell, turn
 
 from pyllama_kvflash import KVFlash, Prefill, Token
@@ -18,7 +18,7 @@ from pyllama_kvflash.engine.generation import Generation, step_together
 from pyllama_kvflash.errors import InUseError, KVFlashError, PoolError
 from pyllama_kvflash.policy import QkCos
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL: dict[str, Any] = LRU
 LOST = "another call has taken or changed this sequence in the meantime, so this one cannot continue: .*n_parallel"

@@ -24,7 +24,7 @@ from pyllama_kvflash.policy import Blocks, Ledger, Lru, make_room
 from pyllama_kvflash.policy.sizing import PoolShape
 from pyllama_kvflash.pool.residency import resident
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 N_SEQ = 4
 TOKENS = np.random.default_rng(11).integers(0, tiny.N_VOCAB, (N_SEQ, 8000)).astype(np.int32)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands, refused
-from support.changes import ENGINE
+from support.changes import CLI, ENGINE
 from support.commands import good, invoke
 
 from kvflash_bench.shapes import SHAPES, write_outline
@@ -241,6 +241,7 @@ def test_text_names_each_way_and_marks_the_one_to_take() -> None:
     assert len(re.findall(r"^> pool \d+K", out, re.MULTILINE)) == 1
 
 
+@pytest.mark.sampled(CLI, ENGINE)
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -12,6 +12,7 @@ from rich.cells import cell_len
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import commands
+from support.changes import CLI
 from support.commands import POOLED, good, on_a_terminal
 from support.oracles import ON_GPU
 
@@ -66,6 +67,7 @@ def test_a_long_prompt_has_a_line_as_soon_as_its_first_batch_is_done(capsys: pyt
     assert line.startswith("kvflash: reading 512/4,096 tok  14 s left  256 tok/s")
 
 
+@pytest.mark.sampled(CLI)
 @pytest.mark.parametrize("columns", [40, 44, 200])
 def test_a_line_fits_a_terminal_of_any_width(long_file: Path, columns: int) -> None:
     args = ("run", "-f", long_file, *POOLED, "-n", "40", "-o", "/dev/null")

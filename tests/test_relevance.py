@@ -32,7 +32,7 @@ from pyllama_kvflash.errors import PoolError
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt
 from pyllama_kvflash.policy import Schedule
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL = SCORED
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
-from support.changes import SCORING, crossed
+from support.changes import ENGINE, SCORING, crossed
 from support.runs import (
     GREEDY,
     MODELS,
@@ -28,7 +28,7 @@ from pyllama_kvflash.errors import NativeError, RecordError
 from pyllama_kvflash.native import Context, Model, PoolParams
 from pyllama_kvflash.needle import NeedlePrompt
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL = SCORED
 

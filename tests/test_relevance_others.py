@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import needles
+from support.changes import ENGINE
 from support.runs import SCORED, Open, check_residency, feed, out, read, reselects
 from support.scorers import Given, Scores, boom, oldest, registered
 
@@ -19,7 +20,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.native import Summaries
 from pyllama_kvflash.needle import NeedlePrompt
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL = SCORED
 

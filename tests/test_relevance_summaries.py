@@ -16,7 +16,7 @@ from pyllama_kvflash.native import Summaries
 from pyllama_kvflash.policy import Qk
 from pyllama_kvflash.policy.scorers import FADES
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL = SCORED
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
-from support.changes import SCORING
+from support.changes import ENGINE, SCORING
 from support.runs import SCORED, TOKENS, Open, check_residency, feed, out, read, reselects
 from support.scorers import Given, Scores, oldest, other_ones, shuffled
 
@@ -19,7 +19,7 @@ from pyllama_kvflash import View
 from pyllama_kvflash.engine.decoder import asking_parts
 from pyllama_kvflash.options import Spec
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 SMALL = SCORED
 

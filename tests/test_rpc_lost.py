@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
+from support.changes import ENGINE
 from support.oracles import N_THREADS
 from support.rpc import HOST, SECONDS, Servers, accepts, closed_port, skip_without_rpc
 
@@ -140,6 +141,7 @@ def is_lost(error: BaseException, endpoints: str) -> bool:
     return message.startswith(f"the RPC server {endpoints.split(',')[1]} is gone, ") and "\n" not in message
 
 
+@pytest.mark.sampled(ENGINE)
 @pytest.mark.parametrize("cache", ["full", "pool"])
 @pytest.mark.parametrize("when", ["prompt", "answer", "idle"])
 def test_a_lost_server(servers: Servers, when: str, cache: str) -> None:

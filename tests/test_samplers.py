@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import lossless, serving, snapshots
+from support.changes import ENGINE
 from support.commands import check_error, good, in_process, invoke
 from support.lossless import chosen_alike
 from support.oracles import ON_CPU, ON_GPU
@@ -179,6 +180,7 @@ def test_the_defaults_are_llama_cpps() -> None:
     assert set(ours) - set(DEFAULTS) == {"logit_bias", "grammar", "seed", "n_probs", "ignore_eos"}
 
 
+@pytest.mark.sampled(ENGINE)
 @pytest.mark.parametrize("name", CASES)
 def test_the_tokens_are_those_of_llama_cpps_chain(kv: KVFlash, usual: npt.NDArray[np.bool_], name: str) -> None:
     """With the same seed, token for token; with a grammar that allows all of them, too. Other tokens than by default."""
@@ -194,6 +196,7 @@ def test_the_tokens_are_those_of_llama_cpps_chain(kv: KVFlash, usual: npt.NDArra
     assert drawn(kv, Sampler(Sampling(seed=SEED, **plain), kv.model), rows) != want
 
 
+@pytest.mark.sampled(ENGINE)
 @pytest.mark.parametrize("name", CASES)
 def test_a_copy_goes_on_as_the_original(kv: KVFlash, usual: npt.NDArray[np.bool_], name: str) -> None:
     rows = logits_of(usual, 40)
@@ -284,6 +287,7 @@ def test_an_answer_that_does_not_end(kv: KVFlash) -> None:
         kv.generation(np.array([1], np.int32), sampling=Sampling(ignore_eos=True, grammar='root ::= "a"'))
 
 
+@pytest.mark.sampled(ENGINE)
 @pytest.mark.skipif(ON_GPU, reason="a GPU sums in another order")
 @pytest.mark.parametrize(
     "given",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support import serving
+from support.changes import ENGINE, SERVE
 from support.rounding import Chosen
 from support.serving import N_CODE, Asked, alone, check_all, parse_metrics, scheduling, tokens_of, until
 
@@ -134,6 +135,7 @@ def test_an_engine_error_while_a_prompt_is_read(questions: list[list[int]], monk
         assert [a.text for a in [Asked(scheduler, prompt, N_CODE) for prompt in questions]] == want
 
 
+@pytest.mark.sampled(SERVE, ENGINE)
 @pytest.mark.parametrize("when", ["before", "after", "within"])
 def test_an_engine_error_in_a_step(questions: list[list[int]], monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Of all that answer, whenever it comes: it ends one request, and no token of the others is lost, or decoded twice."""
@@ -277,6 +279,7 @@ def test_a_long_prompt_is_on_disk_in_parts_while_it_is_read(monkeypatch: pytest.
     assert len(written) == 3
 
 
+@pytest.mark.sampled(SERVE, ENGINE)
 @pytest.mark.parametrize("error", [SnapshotError("it is damaged"), OSError(28, "no space"), PoolError("no room")])
 def test_a_cache_that_fails_is_no_reason_to_stop(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -322,6 +325,7 @@ def test_a_cache_that_cannot_keep_what_the_model_has_is_told_once_and_not_asked(
     assert warning.startswith("--prefix-cache is not used: it stores the chunks of a pool")
 
 
+@pytest.mark.sampled(SERVE, ENGINE)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_damage_that_is_found_in_an_answer(
     after: bool, chosen: Chosen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

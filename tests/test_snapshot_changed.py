@@ -22,7 +22,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.snapshot.file import SnapshotFile
 
-pytestmark = [pytest.mark.native, pytest.mark.usefixtures("wordless")]
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("wordless"), pytest.mark.sampled(ENGINE)]
 
 saved = snapshots.saved
 wordless = snapshots.wordless

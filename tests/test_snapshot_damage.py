@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
+from support.changes import ENGINE
 from support.runs import Open
 from support.snapshots import GREEDY, MORE, TOKENS, Odd, answer, assert_same, go_on, ids, read
 
@@ -19,7 +20,7 @@ from pyllama_kvflash.events import Event
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import record_place
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 saved = snapshots.saved
 snap = snapshots.snap

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
+from support.changes import ENGINE
 from support.cuts import cut_off_at_every_line
 from support.formats import codes_of, sections
 from support.oracles import ON_GPU
@@ -29,7 +30,7 @@ from pyllama_kvflash.snapshot.cache import PrefixCache
 from pyllama_kvflash.snapshot.file import SnapshotFile
 from pyllama_kvflash.snapshot.layout import record_place
 
-pytestmark = [pytest.mark.native, pytest.mark.usefixtures("wordless")]
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("wordless"), pytest.mark.sampled(ENGINE)]
 
 snap = snapshots.snap
 wordless = snapshots.wordless

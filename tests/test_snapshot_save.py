@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from support import snapshots
+from support.changes import ENGINE
 from support.runs import Open
 from support.snapshots import MORE, TOKENS, answer, assert_same, go_on, read, whole
 
@@ -22,7 +23,7 @@ from pyllama_kvflash import KVFlash
 from pyllama_kvflash.errors import SnapshotError, UsageError
 from pyllama_kvflash.snapshot.capture import Capture
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.sampled(ENGINE)]
 
 snap = snapshots.snap
 wordless = snapshots.wordless

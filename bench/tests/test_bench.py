@@ -16,6 +16,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 import benches
 from benches import ONE_THREAD, ignore, png, result, stored
+from support.changes import BENCHES
 
 from kvflash_bench import figures, sweep
 from kvflash_bench.figures import heat_map, kld_figure
@@ -393,6 +394,7 @@ def kld_row(kind: str, share: float, value: float) -> KldRow:
     return KldRow("v", kind, 2048, None, 1, share, value, value, value, 1.0, 2.0, 0.0, 0.0, "M", 256)
 
 
+@pytest.mark.nightly(BENCHES)
 def test_kld_figure_is_a_picture() -> None:
     pytest.importorskip("matplotlib")
     quantised = [kld_row("full cache, quantised", s, v) for s, v in ((0.53, 1e-4), (0.28, 0.02))]

@@ -17,7 +17,7 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 import benches
 from benches import FILES, FORGETFUL, good, invoke, png, refused, result, stored, type_examples
-from support.changes import BENCHES
+from support.changes import BENCHES, ENGINE
 from support.commands import SCRIPT
 
 from kvflash_bench import kld, sweep
@@ -148,6 +148,7 @@ def test_facts(tmp_path: Path) -> None:
     assert (tmp_path / "kvflash-niah").exists() is False
 
 
+@pytest.mark.nightly(BENCHES, ENGINE)
 def test_kld_of_a_text(book: Path, tmp_path: Path) -> None:
     args = ("kld", "-f", str(book), "--contexts", "1K", "--score", "16", "--shares", "75", "-t", "1")
     args += ("--variants", "full/type_k=q8_0/type_v=q8_0,lru", "-b", "64", "-o", str(tmp_path / "kld"))

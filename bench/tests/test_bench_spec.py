@@ -15,7 +15,7 @@ from click.testing import Result
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 from benches import FILES, good, isolate, refused
-from support.changes import BENCHES
+from support.changes import BENCHES, ENGINE
 from support.drafting import width_noise
 from support.rounding import Chosen
 
@@ -74,6 +74,7 @@ def test_texts_are_made_for_the_pool(pool: int, opened: Callable[..., KVFlash]) 
     assert 1.4 * pool < len(kv.tokenize(document)) <= 2 * pool
 
 
+@pytest.mark.nightly(BENCHES, ENGINE)
 def test_needle_7m_goes_on_copying_and_draws_no_end_of_text(opened: Callable[..., KVFlash]) -> None:
     kv = opened("needle")
     line = make_text(kv, "copy", 512, 0)[0].splitlines()[-1] + "\n"

@@ -190,6 +190,7 @@ def test_a_long_run_is_thinned_and_keeps_its_ends(save: Callable[[Lines], Path])
     assert int(trace.n_out.sum()) == run.sum("drops")
 
 
+@pytest.mark.nightly(BENCHES)
 def test_a_context_of_256k_in_time(save: Callable[[Lines], Path]) -> None:
     run = Run(16_384, 262_144).prefill(250_000, 1024).decode(2000)
     path = save(run.lines)
@@ -346,6 +347,7 @@ def test_without_scores_there_is_nothing_beside_it(save: Callable[[Lines], Path]
     assert any("cut off" in t for t in words(lru_run))
 
 
+@pytest.mark.nightly(BENCHES)
 def test_agreement_is_drawn_where_it_was_measured(save: Callable[[Lines], Path]) -> None:
     run = Run().prefill(4000).decode(120)
     plain_axes = len(residency_figure(read_trace(save(run.lines))).axes)
@@ -443,6 +445,7 @@ def test_nothing_is_written_over_something_else(
     assert boxes_overlap(residency_figure(read_trace(save(run.lines)))) == []
 
 
+@pytest.mark.sampled(BENCHES)
 @pytest.mark.parametrize("name", ["$x_{", "\\frac{$$}", "模型", "two\nlines\x00", "", None, ["x"]])
 def test_any_model_name_can_be_shown(save: Callable[[Lines], Path], name: Any) -> None:
     run = Run(model=name).prefill(1000)
@@ -485,6 +488,7 @@ def test_plot_writes_beside_the_trace(invoke: Callable[..., Result], real: Path)
     assert png_size(target.read_bytes()) == (1400, 900)
 
 
+@pytest.mark.sampled(BENCHES)
 @pytest.mark.native
 @pytest.mark.parametrize(("name", "magic"), [("x.svg", b"<?xml"), ("x.pdf", b"%PDF"), ("x.PNG", b"\x89PNG")])
 def test_plot_writes_where_it_is_told(invoke: Callable[..., Result], real: Path, name: str, magic: bytes) -> None:

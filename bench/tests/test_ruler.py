@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 
 import benches
+from support.changes import BENCHES
 
 from kvflash_bench import hidden, ruler_tables
 from kvflash_bench.figures import ruler_figure
@@ -52,6 +53,7 @@ def made(task: str, n_tokens: int = 5000, seed: int = 11, haystack: str = HAYSTA
 #
 
 
+@pytest.mark.sampled(BENCHES)
 @pytest.mark.parametrize("n_tokens", [1500, 5000, 20000])
 @pytest.mark.parametrize("task", [*TASKS, *LONG])
 def test_a_text_fills_its_length_with_room_for_the_answers(task: str, n_tokens: int) -> None:
@@ -62,6 +64,7 @@ def test_a_text_fills_its_length_with_room_for_the_answers(task: str, n_tokens: 
     assert 0.95 * n_tokens <= n <= n_tokens
 
 
+@pytest.mark.sampled(BENCHES)
 @pytest.mark.parametrize("task", [*TASKS, *LONG])
 def test_a_seed_names_a_text(task: str) -> None:
     assert made(task, 3000, 3) == made(task, 3000, 3)
@@ -74,6 +77,7 @@ def needles(text: str) -> list[tuple[str, str]]:
     return re.findall(r"One of the special magic (?:numbers|uuids) for (\S+) is: (\S+)\.(?:\s|$)", text)
 
 
+@pytest.mark.sampled(BENCHES)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("task", NIAH)
 def test_needles_answer_the_question_and_no_other_has_their_key(task: str, seed: int) -> None:

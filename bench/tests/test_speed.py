@@ -16,6 +16,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 import speeds
 from benches import ignore
 from speeds import ENGINE, random_tokens
+from support import changes
+from support.changes import BENCHES
 from support.oracles import ON_CPU
 
 from kvflash_bench import shape_tensors, shapes
@@ -91,6 +93,7 @@ def test_a_shape_has_the_geometry_asked_for_and_decodes(
     assert len(set(logits.argmax(axis=1).tolist())) > 4, "what comes next depends on what came before"
 
 
+@pytest.mark.sampled(BENCHES, changes.ENGINE)
 @pytest.mark.parametrize("pool", ["off", 512])
 @pytest.mark.parametrize("name", ["tiny-gemma4", "tiny-laguna", "tiny-mtp", "tiny-moe-mtp"])
 def test_windows_and_heads_run_with_the_full_cache_and_with_a_pool(
@@ -409,6 +412,7 @@ def test_pools_stand_beside_lru(tmp_path: Path) -> None:
     assert all(line in speed_bench.as_markdown(speed, results) for line in found)
 
 
+@pytest.mark.nightly(BENCHES, changes.ENGINE)
 def test_codes_count(monkeypatch: pytest.MonkeyPatch, shape_path: Callable[[str], Path]) -> None:
     """Beside the pool and the panes, while decoding and at most; on a GPU with what attending to them takes."""
     speed = make_speed(

@@ -14,6 +14,8 @@ pytest.importorskip("pyllama_kvflash.native", exc_type=ImportError)
 import speeds
 from benches import good, invoke, refused
 from speeds import ENGINE, random_tokens
+from support import changes
+from support.changes import BENCHES
 from support.oracles import ON_GPU
 
 from kvflash_bench import paging as paging_bench
@@ -59,6 +61,7 @@ PAGING = (
 #
 
 
+@pytest.mark.nightly(BENCHES, changes.ENGINE)
 def test_what_an_interrupted_bench_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = speed_bench.measure
 
@@ -99,6 +102,7 @@ def test_swap_wants_what_was_out_longest_and_keeps_what_came_last() -> None:
     assert np.count_nonzero(swap.score(view([0, 5, 9, 7, 1, 4, 3, 2, 8], room=20))) == 8
 
 
+@pytest.mark.nightly(BENCHES, changes.ENGINE)
 def test_swap_moves_just_so_many_chunks_each_time(shape_path: Callable[[str], Path]) -> None:
     plan = Paging(1024, 1, 3, 16, 160, ENGINE)
     swap = Swap(3)
@@ -250,6 +254,7 @@ def test_speed_where_nothing_fits_is_an_error(
     assert sentence == "kvflash: error: the full cache takes too much"
 
 
+@pytest.mark.nightly(BENCHES, changes.ENGINE)
 def test_paging_writes_its_tables(kept: Path) -> None:
     res = good("paging", *PAGING, "--shape-dir", str(kept), "-o", "out")
     assert {p.name for p in Path("out").iterdir()} == FILES

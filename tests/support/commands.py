@@ -190,7 +190,7 @@ HELLO = ("-p", "Hello", "-c", "1K", "-n", "4", "--temp", "0")
 
 NEEDLE_TOKEN_BYTES = 6 * 2 * 128 * 2  # layers, K and V, elements of a row, bytes of an f16
 
-# A pool of 768 tokens is what batches of 64 need: the prompt of 1,500 tokens is twice as long.
+# A pool of 768 tokens is what batches of 64 need: the prompt of 1,100 tokens is longer.
 SHORT = ("-p", "The secret code for the", "-c", "1K")
 POOLED = ("-c", "4K", "-b", "64", "--kvflash", "768")
 
@@ -214,8 +214,8 @@ def rows(text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def long_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prompt of 1,500 tokens: prose, four codes, and a question about the last one."""
-    prompt = needles.document(1450, seed=3)
+    """A prompt of 1,100 tokens: prose, four codes, and a question about the last one."""
+    prompt = needles.document(1050, seed=3)
     path = tmp_path_factory.mktemp("prompt") / "long.txt"
     path.write_text(prompt.text + prompt.needles[-1].question + "\n", encoding="utf-8")
     (path.parent / "answer.txt").write_text(prompt.needles[-1].answer)
