@@ -125,5 +125,5 @@ def test_which_are_tried() -> None:
     assert tried()[-1] == ("off", False, 32)
     assert tried(coarse="2") == [("2", False, 32), ("2", True, 0)]
     assert tried(coarse="2", codes_in_panes=False) == [("2", False, 32)]
-    with pytest.raises(UsageError, match="`codes_in_panes` is True, and an answer reads exactly"):
+    with pytest.raises(UsageError, match="`codes_in_panes` is True, and answers need exact passes"):
         Options(codes_in_panes=True, mode="lossless")
