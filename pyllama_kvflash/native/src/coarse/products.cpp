@@ -191,12 +191,13 @@ void kvf_codes::exact_sum(uint32_t head, uint32_t u, const float * weights, floa
 struct loops {
     using product = void (*)(const packed &, const int8_t *, int32_t *);
 
+    const char * name; // for tests/native/products.cpp
     bool (*is_here)();
     product key[8], value[8];
 };
 
 #define KVF_EACH(of) {of<1>, of<2>, of<3>, of<4>, of<5>, of<6>, of<7>, of<8>}
-#define KVF_LOOPS(set) {set::is_here, KVF_EACH(set::key), KVF_EACH(set::value)}
+#define KVF_LOOPS(set) {#set, set::is_here, KVF_EACH(set::key), KVF_EACH(set::value)}
 
 // the fastest first
 static const loops LOOPS[] = {
