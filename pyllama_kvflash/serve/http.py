@@ -203,7 +203,7 @@ def _foreign_host(host: str, server: tuple[str, int | None] | None) -> RequestEr
     """Return the error for a request to a loopback address under a foreign host name; None: the request may pass.
 
     A foreign page may let its host name resolve to 127.0.0.1 (DNS rebinding). The browser then takes this server for the
-    page's own, and lets the page read its answers. An IP address or localhost in the Host header rules out this attack.
+    page's own, and lets the page read this server's answers. An IP address or localhost in the Host header rules that attack out.
     """
     name = (host.rpartition(":")[0] if re.search(r":\d*$", host) else host).strip("[]").lower().rstrip(".")
     if not server or not _is_loopback(server[0]) or not name or name == "localhost" or name.endswith(".localhost"):

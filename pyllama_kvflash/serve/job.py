@@ -63,7 +63,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Further text of the answer. logprobs: those of its tokens, if requested. timing: the times up to the text's last token."""
+    """Further text of the answer. logprobs: its tokens' log probabilities, if requested. timing: the times up to its last token."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -127,7 +127,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End all answers where they are, and then the thread. Waiting requests fail."""
+        """End all answers where they are, then end the thread. Waiting requests fail."""
         self.stop()
         with self._changed:
             self._ending = True

@@ -58,13 +58,13 @@ class Serving:
 
 
 class Slot:
-    """A sequence that reads a prompt, answers, or is idle. An idle one keeps its text for the next request.
+    """A sequence that reads a prompt, answers, or is idle. An idle sequence keeps its text for the next request.
 
     serving: the request that is being served; None while the slot is idle.
     kept: number of positions, from the first on, that are in the cache on disk.
     used: time.monotonic() when the slot last became idle.
     pins: chunks pinned by pin(), until their text is replaced.
-    n_texts: how often text was replaced; a change of this number tells the page.
+    n_texts: how often text was replaced. The page learns of a replacement when this number changes.
     reselect: the last choice of chunks for the present text; None: there is none yet.
     """
 
@@ -88,7 +88,7 @@ class Slot:
         return self.serving is not None and self.serving.generation.reading
 
     def common(self, tokens: Tokens) -> int:
-        """Return how many first tokens the sequence shares with a prompt (n,) int32: at most n - 1, as the last must give logits."""
+        """Return the length of the common prefix with a prompt (n,) int32: at most n - 1, as the last token must give logits."""
         return n_common(self.seq.tokens, tokens[:-1])
 
     def reach(self, common: int) -> int:

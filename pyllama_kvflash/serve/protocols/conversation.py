@@ -74,8 +74,8 @@ def content(value: Any, at: str, types: Mapping[str, str], unknown: Unknown | No
     """Return the text of a message's content: a string, or an array of parts.
 
     types: the types of parts that are text, each with the field that holds the text. Other parts are refused.
-    unknown: collects a warning for each image, file and the like in a tool's result: the model sees only the part's type, since
-    an agent cannot do without a result. None: the value is not a tool's result. Raises RequestError.
+    unknown: None, except for a tool's result. An agent cannot do without a result, so images, files and the like in it are not
+    refused: the model sees their types, and `unknown` collects a warning for each. Raises RequestError.
     """
     if isinstance(value, str):
         return value
@@ -154,7 +154,7 @@ def _message(value: Any, at: str, called: dict[str, str], unknown: Unknown) -> M
 
 
 def _assistant(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
-    """Return an assistant's message: text, calls, or both. called: gets the calls' function names, by the calls' ids."""
+    """Return an assistant's message: text, calls, or both. called: receives the function names of the calls, by call id."""
     calls = [
         _call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(array(given, "tool_calls", f"{at}.tool_calls") or ())
     ]
@@ -185,7 +185,7 @@ def _call(value: Any, at: str) -> dict[str, Any]:
 
 
 def _arguments(given: str) -> str:
-    """Return a call's arguments as the JSON object that templates need. An object is made for other text, such as a truncated call's."""
+    """Return a call's arguments as the JSON object that templates need. Other text, such as a truncated call's, is wrapped in an object."""
     if is_object(given or "{}"):
         return given or "{}"
     return json.dumps({"arguments": given}, ensure_ascii=False)
@@ -201,7 +201,7 @@ def tools(
 ) -> tuple[dict[str, Any], ...]:
     """Return the tools of a request, in the form of the OpenAI protocol.
 
-    inside: the tool's field that holds the name and the schema; "": the tool itself does. schema: the name of the schema's field.
+    inside: the tool's field that holds the name and the schema; "": the tool itself holds them. schema: the name of the schema's field.
     places: the tools' indices in the request, if some tools were left out. Raises RequestError.
     """
     given = array({"tools": value}, "tools") or []
@@ -261,7 +261,7 @@ def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
 def schema_of_form(form: dict[str, Any] | None, at: str, inside: str = "") -> Checked | None:
     """Return the JSON schema that a response format asks for; None: it asks for any text. Raises RequestError.
 
-    inside: the field of `form` that holds the fields schema and strict; "": `form` itself does.
+    inside: the field of `form` that holds the fields schema and strict; "": `form` itself holds them.
     """
     which = "text" if form is None else one_of(form, "type", ("text", "json_object", "json_schema"), f"{at}.type")
     if form is None or which == "text":

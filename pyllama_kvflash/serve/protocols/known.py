@@ -22,7 +22,7 @@ UNSUPPORTED = {
     "penalty_alpha", "post_sampling_probs", "prompt_logprobs", "regex", "return_tokens", "smoothing_factor", "structured_outputs",
     "suffix", "tfs", "tfs_z", "top_a", "use_beam_search", "verbosity", "web_search_options",
 }  # fmt: skip
-"""Fields that this server refuses unless they ask for nothing: with the value in _USUAL or, if not there, an empty value, false or 0."""
+"""Fields that this server refuses, unless the value asks for nothing: it is the one in _USUAL or, without one there, empty, false or 0."""
 _USUAL: dict[str, Any] = {
     "add_special_tokens": True,
     "best_of": 1,

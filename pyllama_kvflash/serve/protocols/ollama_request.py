@@ -202,7 +202,7 @@ def _call(value: Any, at: str, number: int) -> dict[str, Any]:
 
 
 def _name_call(message: dict[str, Any], at: str, calls: list[tuple[str, str]]) -> None:
-    """Give a tool result the id of its call. If it names no id, the first call of its tool is taken, else the first call.
+    """Give a tool result the id of its call. If the result names no id, its tool's first call is taken, else the first of all calls.
 
     calls: the id and the name of each call without a result. The call that the result belongs to is removed.
     """

@@ -28,7 +28,7 @@ def tagged(name: str) -> str:
 
 
 def moment(seconds: float | None = None) -> str:
-    """Return a time in ISO 8601. seconds: since 1970; None: now."""
+    """Return a time in ISO 8601. seconds: the time since 1970; None: now."""
     found = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return found.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
@@ -110,7 +110,7 @@ def _said(delta: Delta) -> tuple[str, str]:
 
 
 def _calls(answer: AnswerParser) -> list[dict[str, Any]]:
-    """Return the complete calls. Clients would run a call that was cut off, since its arguments must be sent as an object."""
+    """Return the complete calls. Clients would run a call that was cut off, too: its arguments would be sent as an object."""
     return [
         {"id": call["id"], "function": {"index": i, "name": call["name"], "arguments": arguments_of(call)}}
         for i, call in enumerate(answer.calls)

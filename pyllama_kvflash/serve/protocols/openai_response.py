@@ -57,7 +57,7 @@ class OpenAIReply(Reply):
         return res
 
     def end(self, done: Finished) -> bytes:
-        """End the answer; another one may follow."""
+        """End the answer; another answer may follow."""
         res = self._opening()
         if self._chat:
             res += b"".join(self._chunk(_delta(delta)) for delta in self._parser.end(done))
@@ -189,7 +189,7 @@ def _text_logprobs(logprobs: Sequence[TokenLogprob], offsets: _Offsets) -> dict[
 
 
 def _named_by_bytes(token: TokenLogprob) -> str:
-    """Return a token's text or, if it has only part of a character, its bytes, as OpenAI does."""
+    """Return a token's text or, if the token cuts a character, the token's bytes, as OpenAI does."""
     try:
         return token.data.decode()
     except UnicodeDecodeError:

@@ -33,7 +33,7 @@ class ParsedRequest:
 
     special: whether special tokens are recognized in the text of the prompt, as in a rendered conversation.
     continues: whether the answer continues the last message; None: it does if the last message is an assistant's and has text.
-    tools, tool_choice, chat_template_kwargs: for a chat. parallel_tool_calls: likewise; None: if the template supports such calls.
+    tools, tool_choice, chat_template_kwargs: for a chat. parallel_tool_calls: likewise; None: true if the template supports them.
     schema: the checked JSON schema of the answer. max_tokens: None if not given. n: number of answers.
     pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
     id_slot: the sequence to use; -1: any. cache_prompt: whether cached tokens of the prompt may be reused.

@@ -12,7 +12,7 @@ from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.text import to_json
 
 REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
-"""The words of the OpenAI protocol and of Ollama's for the reasons of events.Done."""
+"""The words that the OpenAI and Ollama protocols use for the reasons of events.Done."""
 
 _BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 """Escapes for the line breaks that JSON leaves as they are. They end no line of a stream, but some clients split a stream at them."""
@@ -83,7 +83,7 @@ class Reply(ABC):
 
     @abstractmethod
     def end(self, done: Finished) -> bytes:
-        """End the answer; another one may follow."""
+        """End the answer; another answer may follow."""
 
     def last(self) -> bytes:
         """End the stream. By default, this sends no event."""

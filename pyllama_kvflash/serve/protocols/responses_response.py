@@ -196,7 +196,7 @@ class _Item:
         return {"text": self.text, **self.likely}
 
     def end(self, status: str) -> None:
-        """End the item. status: of the answer; a call, however, is complete if its arguments are."""
+        """End the item. status: ignored for a call, which is complete if its arguments are complete."""
         self._status = status if self._call is None else "completed" if is_object(self.text) else "incomplete"
 
     def is_in(self, parser: AnswerParser) -> bool:

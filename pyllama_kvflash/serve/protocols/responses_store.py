@@ -53,7 +53,7 @@ class Kept:
 
 
 class ResponseStore:
-    """Responses in memory, and in files if there is a folder for them. The oldest ones are removed first.
+    """Responses in memory, and in files if there is a folder for them. The oldest responses are removed first.
 
     Any thread may use a store, and several processes may share its folder. Files are written in a thread of the store.
     """
