@@ -51,7 +51,7 @@ class Server:
     """The HTTP handlers.
 
     note: called with each warning, and with the bodies of requests if they are logged.
-    log: called with one line about each request; None: `note` is called with it.
+    log: called with one line about each request; None: `note` gets the lines.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class Server:
         return handle
 
     def _asks(self, answer: Callable[[KVFlash, dict[str, Any]], dict[str, Any]]) -> Handler:
-        """Return a handler for requests that need the vocabulary or the template only.
+        """Return a handler for requests that need only the vocabulary or the template.
 
-        answer: called in a reader thread, with the engine and the JSON object of the body. Returns the response's object.
+        answer: called in a reader thread, with the engine and the body's JSON object. Returns the response's object.
         """
 
         def found(kv: KVFlash, body: bytes) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Server:
     #
 
     def _answers(self, protocol: AnswerProtocol) -> Handler:
-        """Return the handler for a protocol's requests for answers."""
+        """Return the handler for requests that ask for an answer. protocol: the requests' protocol."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -203,7 +203,7 @@ class Server:
         return handle
 
     def _warned(self, warnings: Sequence[str]) -> dict[str, str]:
-        """Log each warning unless it was logged before. Returns the response header with all warnings; {} without any."""
+        """Log each warning unless it was logged before. Returns the response header with all warnings; {} if there are none."""
         for warning in warnings:
             if warning not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(warning)
@@ -221,7 +221,7 @@ class Server:
         return JSONResponse(await self._read(answer, self._responses, str(request.path_params["name"])))
 
     def _job(self, found: PreparedRequest, exchange: Exchange) -> Job:
-        """Return the job for a request. If the request has a seed, each further answer gets the next one."""
+        """Return the job for a request. If the request has a seed, each further answer gets the next seed."""
         parsed, first = found.parsed, found.sampling
         seeds = [None if first.seed is None else (first.seed + i) % MAX_SEED for i in range(1, parsed.n)]
         return Job(

@@ -48,7 +48,7 @@ class Connection(H11Protocol):
         return True
 
     def _probe(self, seconds: float) -> None:
-        """Write interim responses (100 Continue) until the answer begins. If the client has left, its system resets the connection."""
+        """Write interim responses (100 Continue) until the answer begins. If the client has left, the client's system resets the connection."""
         if self.cycle.response_started or self.transport.is_closing():
             return
         if self.cycle.scope["http_version"] == "1.1":  # older clients do not know interim responses
@@ -57,7 +57,7 @@ class Connection(H11Protocol):
         self.loop.call_later(seconds, self._probe, min(2 * seconds, _LAST_PROBE))
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (the exception says more)
-        """Answer bytes that are not HTTP with an error object, as other refused requests get."""
+        """Answer bytes that are not HTTP with an error object, like that of other refused requests."""
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:  # an answer has begun
             self.transport.close()
             return

@@ -71,7 +71,7 @@ async def body_of(request: Request, limit: int) -> bytes:
 
 
 def _decoded(data: bytes, encoding: str, limit: int) -> bytes:
-    """Return a body without its Content-Encoding. Raises RequestError, also above the limit: a few bytes may hold gigabytes."""
+    """Undo a body's Content-Encoding. Raises RequestError, also if the result exceeds the limit: a few bytes may hold gigabytes."""
     name = encoding.strip().lower()
     if name in {"", "identity"}:
         return data
@@ -172,7 +172,7 @@ def _not_a_path(msg: str) -> RequestError:
 
 
 class Guard:
-    """An ASGI application that refuses requests without the API key, except to the paths in `free`.
+    """An ASGI application that refuses requests without the API key, except those to the paths in `free`.
 
     If the server has no key, it refuses requests that reach this machine under a foreign host name.
     """
@@ -203,7 +203,7 @@ def _foreign_host(host: str, server: tuple[str, int | None] | None) -> RequestEr
     """Return the error for a request to a loopback address under a foreign host name; None: the request may pass.
 
     A foreign page may let its host name resolve to 127.0.0.1 (DNS rebinding). The browser then takes this server for the
-    page's own, and lets the page read its answers. An IP address or localhost in the Host header rules that out.
+    page's own, and lets the page read this server's answers. An IP address or localhost in the Host header rules that attack out.
     """
     name = (host.rpartition(":")[0] if re.search(r":\d*$", host) else host).strip("[]").lower().rstrip(".")
     if not server or not _is_loopback(server[0]) or not name or name == "localhost" or name.endswith(".localhost"):

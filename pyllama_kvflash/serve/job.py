@@ -17,7 +17,7 @@ log = logging.getLogger("kvflash.serve")
 class Reading:
     """Progress in a prompt: `done` of its `total` tokens are in the context, including the cached ones.
 
-    cached: tokens that were in the sequence before. seconds: since the request got its sequence.
+    cached: tokens that were in the sequence before. seconds: the time since the request got its sequence.
     """
 
     done: int
@@ -63,7 +63,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Further text of the answer. logprobs: of its tokens, if requested. timing: up to its last token."""
+    """Further text of the answer. logprobs: its tokens' log probabilities, if requested. timing: the times up to its last token."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -77,8 +77,8 @@ class Finished:
     reason: as in events.Done.
     stop: the stop string that ended the answer; None: no stop string did.
     n_cached: tokens of the prompt that were in the sequence before.
-    seconds: from the creation of the job to the end of this answer.
-    first_s: from the creation of the job to the end of its prompt, including the time in the queue.
+    seconds: the time from the creation of the job to the end of this answer.
+    first_s: the time from the creation of the job until its prompt was read, including the time in the queue.
     """
 
     reason: str
@@ -106,14 +106,14 @@ STOPPING = Failed(503, "the server is stopping: try again after its restart")
 
 
 def broken(err: BaseException | None) -> Failed:
-    """Return the last update for every request after an error has stopped the scheduler. err: the error, if known."""
+    """Return the update that ends every request after an error has stopped the scheduler. err: the error, if known."""
     if isinstance(err, DeviceLostError):
         return Failed(503, str(err))
     return Failed(500, "the server has stopped after an error: its log says why")
 
 
 def failure(err: Exception) -> Failed:
-    """Return the last update for a request that failed. Raises DeviceLostError again, which ends all other requests, too."""
+    """Return the update that ends a request that failed. A DeviceLostError is raised again: it ends all other requests, too."""
     if isinstance(err, DeviceLostError):
         raise err
     if isinstance(err, UsageError) and not isinstance(err, InUseError):
@@ -168,8 +168,8 @@ class Job:
     or Failed; no update follows Failed. A cancelled job may end without either.
     preserved: special tokens whose text belongs to the answer.
     pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
-    others: the sampling settings of each further answer to the same prompt, served one after another.
-    begins: where the messages of a conversation begin in tokens, and last where its answer begins; (): not known.
+    others: the sampling settings of each further answer to the same prompt. The answers are served one after another.
+    begins: where in `tokens` each message of a conversation begins and, as the last value, where its answer begins; (): not known.
     slot: index of the sequence to use; -1: any. reuse: whether cached tokens of the prompt may be reused.
     """
 

@@ -62,7 +62,7 @@ def _piece(kv: KVFlash, token: int) -> str | list[int]:
 
 
 def props(kv: KVFlash, settings: Settings, caps: dict[str, bool]) -> dict[str, Any]:
-    """Answer GET /props: the server's settings. caps: whether the chat template supports each feature."""
+    """Answer GET /props: the server's settings. caps: for each feature, whether the chat template supports it."""
     s = settings.sampling
     params = {field.name: getattr(s, field.name) for field in fields(s)}
     params |= {"seed": -1 if s.seed is None else s.seed, "samplers": order_of(s.samplers)}
@@ -93,7 +93,7 @@ def props(kv: KVFlash, settings: Settings, caps: dict[str, bool]) -> dict[str, A
 
 
 def slots(kv: KVFlash, busy: list[bool]) -> list[dict[str, Any]]:
-    """Answer GET /slots: the state of the sequences. busy: whether each of them serves a request."""
+    """Answer GET /slots: the state of the sequences. busy: for each sequence, whether it serves a request."""
     return [
         {
             "id": i,

@@ -33,7 +33,7 @@ class Entry:
     time: ISO 8601. client: the User-Agent header without comments. status: the HTTP status; LEFT: the client left early.
     n_prompt, n_cached: tokens of the prompt, and how many of them were cached. n_answer: tokens of all answers.
     first_s: seconds until the first token, including the time in the queue; None: there is no answer.
-    answer_s: seconds of decoding answers. seconds: of the whole request. reason: why the last answer ended.
+    answer_s: seconds spent decoding answers. seconds: time of the whole request. reason: why the last answer ended.
     error: why the request was refused, or failed.
     """
 
@@ -135,7 +135,7 @@ _SECRET = re.compile(r"(?i)(api[-_ ]?key|authorization|password|passwd|secret|cr
 
 
 def shown_body(body: bytes) -> str:
-    """Return a body for the log: JSON on one line, with *** for the values of fields that are named like secrets."""
+    """Return a body for the log: JSON on one line, with *** as the value of each field whose name suggests a secret."""
     try:
         text = json.dumps(_without_secrets(json.loads(body)), ensure_ascii=False)
     except (ValueError, RecursionError):

@@ -58,7 +58,7 @@ _GAUGES = {
 class Metrics:
     """The server's counters and gauges. The scheduler's thread and the handlers write them; the handlers read them.
 
-    gauges: by name, the values that look() last recorded.
+    gauges: the values that look() last recorded, by name.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Metrics:
         self.add(**{_labelled("requests", outcome): 1})
 
     def reused(self, source: str, n_tokens: int) -> None:
-        """Count a prompt of which the first n_tokens were cached; 0: none was. source: one of SOURCES."""
+        """Count a prompt. n_tokens: how many of its first tokens were cached. source: one of SOURCES."""
         if n_tokens:
             hits, tokens = (_labelled(name, source) for name in ("prefix_cache_hits", "prefix_cache_tokens"))
             self.add(**{hits: 1, tokens: n_tokens})
@@ -92,7 +92,7 @@ class Metrics:
             return self._totals[name]
 
     def pages(self, seq: KVSequence) -> Stats:
-        """Count the chunks that a sequence moved since the last call. Returns the sequence's stats.
+        """Count the chunks that a sequence moved, and the guests of all sequences, since the last call. Returns the sequence's stats.
 
         Call it before clearing the sequence, which resets the sequence's own counts.
         """
@@ -107,7 +107,7 @@ class Metrics:
         return stats
 
     def look(self, sequences: Iterable[KVSequence], busy: int, queue: int) -> None:
-        """Set the gauges. busy: sequences with a request. queue: requests that wait."""
+        """Set the gauges. busy: number of sequences with a request. queue: number of requests that wait."""
         stats = [self.pages(seq) for seq in sequences]
         self.gauges = {
             "pool_cells": stats[0].n_pool or 0,
@@ -137,7 +137,7 @@ class Metrics:
 
 
 def _labelled(name: str, word: str) -> str:
-    """Return a counter's name with the label's value `word`, such as requests{outcome="ok"}; just the name without a label."""
+    """Return a counter's name with the label's value `word`, such as requests{outcome="ok"}; just the name if it has no label."""
     return f'{name}{{{_LABELS[name][0]}="{word}"}}' if name in _LABELS else name
 
 

@@ -73,7 +73,7 @@ class _About:
         self._ready, self._read, self._settings = ready, read, settings
 
     async def tags(self, _request: Request) -> Response:
-        """Return the list of models: one."""
+        """Return the list of models, which has one entry."""
         return JSONResponse({"models": [self._model(self._ready())]})
 
     async def running(self, _request: Request) -> Response:
@@ -145,7 +145,7 @@ def _details(model: Model) -> dict[str, Any]:
 
 
 def _metadata(model: Model, n_ctx: int) -> dict[str, Any]:
-    """Return the file's metadata, with the server's context length in place of the model's: clients take it as their limit."""
+    """Return the file's metadata, but with the server's context length, which clients take as their limit."""
     arch = model.meta("general.architecture") or "unknown"
     res: dict[str, Any] = {"general.architecture": arch, "general.parameter_count": model.n_params}
     texts = [*(f"general.{name}" for name in _TEXTS), "tokenizer.ggml.model", "tokenizer.ggml.pre"]

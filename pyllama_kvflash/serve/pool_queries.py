@@ -22,13 +22,13 @@ class PoolQueries:
         return len(self._waiting)
 
     def put(self, query: Query[T]) -> Future[T]:
-        """Add a query. Returns a future with its result, or its error."""
+        """Add a query. Returns a future with the query's result or error."""
         future: Future[T] = Future()
         self._waiting.append((query, future))
         return future
 
     def answer(self, slots: Sequence[Slot]) -> None:
-        """Run the queries that wait now. Queries added meanwhile wait for the next call, so that this one ends."""
+        """Run the queries that wait now. Queries added meanwhile wait for the next call, so that this call ends."""
         for _ in range(len(self)):
             query, future = self._waiting.popleft()
             if future.set_running_or_notify_cancel():

@@ -26,7 +26,7 @@ log = logging.getLogger("kvflash.serve")
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A file that is being written. stops: positions, in ascending order, up to which it can be restored."""
+    """A file that is being written. stops: the positions up to which the file can be restored, in ascending order."""
 
     tokens: Tokens
     stops: Sequence[int]
@@ -42,7 +42,7 @@ class Prefixes:
     """Chooses a sequence for each prompt, and reuses the prompt's cached beginning. For the scheduler's thread only."""
 
     def __init__(self, metrics: Metrics, cache: PrefixCache | None, cache_min: int) -> None:
-        """cache: the prefix cache on disk, if any. cache_min: fewest new tokens for which a sequence is written to it."""
+        """cache: the prefix cache on disk, if any. cache_min: a sequence is written to the cache once it has this many new tokens."""
         self._metrics = metrics
         self._cache = cache
         self._cache_min = cache_min
@@ -58,11 +58,11 @@ class Prefixes:
             self._cache = None
 
     def choose(self, free: Sequence[Slot], tokens: Tokens, begins: Sequence[int] = ()) -> Slot:
-        """Return the free slot for a prompt (n,) int32: the slot that holds most of the prompt's conversation.
+        """Return the free slot that holds most of a prompt's conversation. tokens: the prompt, (n,) int32. begins: as in Job.
 
-        If no slot holds any of it, return an empty slot, else the one with the longest common beginning, else the least
-        recently used one. begins: where the messages of the prompt begin. Prompts that differ in their first question are
-        different conversations, even with a long system message in common: two agents would evict each other from one slot.
+        If no slot holds any of the conversation, the first choice is an empty slot, the second the slot with the longest common
+        beginning, the last the least recently used slot. Prompts that differ in their first question are different
+        conversations, even with a long system message in common: otherwise, two agents would evict each other from one slot.
         """
         fewest = begins[min(_QUESTION, len(begins) - 1)] if begins else _COMMON
 
@@ -74,9 +74,9 @@ class Prefixes:
         return max(free, key=worth)
 
     def prepare(self, slot: Slot, tokens: Tokens, *, reuse: bool = True) -> None:
-        """Make a sequence hold just the cached beginning of a prompt (n,) int32, from memory or from disk.
+        """Make a sequence hold just the cached beginning of a prompt, from memory or from disk. At least one token is left to read.
 
-        reuse: False clears the sequence instead. At least one token of the prompt is left to read. Raises as KVSequence.clear().
+        tokens: the prompt, (n,) int32. reuse: False clears the sequence instead. Raises as KVSequence.clear() does.
         """
         common = slot.common(tokens) if reuse else 0
         if common < slot.seq.n_tokens:
@@ -94,9 +94,9 @@ class Prefixes:
         self._metrics.reused("memory", n)
 
     def _restore(self, slot: Slot, tokens: Tokens, common: int) -> int:
-        """Restore a prefix from disk if it is much longer than the `common` tokens in memory. Returns its number of positions.
+        """Restore a prefix from disk if it is much longer than the `common` tokens in memory.
 
-        0: the sequence is unchanged or, after an error, empty.
+        Returns the number of positions restored; 0: the sequence is unchanged or, after an error, empty.
         """
         if self._cache is None:
             return 0
@@ -157,7 +157,7 @@ class Prefixes:
             self._metrics.add(prefix_cache_saves=1)
 
     def finish(self) -> bool:
-        """Wait for all running writes, which hold copies of their sequences in memory. Returns whether there were any."""
+        """Wait for all running writes, which hold copies of their sequences in memory. Returns whether any were running."""
         futures = [write.future for write in self._writing if not write.future.done()]
         self._finish(futures)
         return bool(futures)

@@ -49,7 +49,7 @@ class PromptBuilder:
         return {"prompt": self._rendered(kv, openai_request.chat(given, self._served(kv))).prompt}
 
     def count(self, kv: KVFlash, given: dict[str, Any]) -> dict[str, int]:
-        """Answer POST /v1/messages/count_tokens: a prompt's number of tokens, even above the context. Raises RequestError."""
+        """Answer POST /v1/messages/count_tokens: a prompt's number of tokens, even if it exceeds the context. Raises RequestError."""
         parsed = anthropic_request.parse(given, self._served(kv), counting=True)
         prompt = self._rendered(kv, parsed).prompt
         encoded(prompt, "the conversation")
@@ -109,7 +109,7 @@ def _completion(kv: KVFlash, parsed: ParsedRequest) -> PreparedRequest:
 
 
 def _compile(kv: KVFlash, sampling: Sampling, field: str) -> None:
-    """Compile a request's grammar in the reader thread, before a sequence is prepared. field: the request's field that has it.
+    """Compile a request's grammar in the reader thread, before a sequence is prepared. field: the request's field that holds the grammar.
 
     Raises RequestError if the grammar cannot be used.
     """
@@ -127,7 +127,7 @@ def _grammar_field(parsed: ParsedRequest) -> str:
 
 
 def check_room(kv: KVFlash, text: str, what: str) -> None:
-    """Raise TooLong for a text that is far too long, without tokenizing it at once, which takes 75 bytes of memory per character.
+    """Raise TooLong for a text that is far too long. It is tokenized in pieces: each takes 75 bytes of memory per character.
 
     what: the text's name in messages. Raises UsageError if the text is not valid Unicode.
     """

@@ -46,9 +46,9 @@ class Scheduler:
         cache: PrefixCache | None = None,
         cache_min: int = 1024,
     ) -> None:
-        """n_queue: most requests that wait. cache: the prefix cache on disk, if any.
+        """n_queue: limit for the requests that wait. cache: the prefix cache on disk, if any.
 
-        cache_min: fewest new tokens for which a sequence is written to the cache.
+        cache_min: a sequence is written to the cache once it has this many new tokens.
         """
         self.metrics = Metrics()
         self.phase = Phase.LOADING
@@ -76,7 +76,7 @@ class Scheduler:
         self._thread.start()
 
     def admit(self) -> None:
-        """Take a place for a request. Raises NotReady and QueueFull."""
+        """Take a place for a request. Raises NotReady or QueueFull."""
         with self._changed:
             if self.phase != Phase.READY:
                 raise NotReady(self.phase)
@@ -93,7 +93,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def submit(self, job: Job) -> None:
-        """Serve an admitted request. Its place is given up when it ends."""
+        """Serve an admitted request. When the request ends, its place is given up."""
         with self._changed:
             if self.phase not in {Phase.CLOSED, Phase.FAILED}:
                 self._waiting.append(job)
@@ -103,7 +103,7 @@ class Scheduler:
         self.leave()
 
     def cancel(self, job: Job) -> None:
-        """End a job before the next turn, without a last update. Does nothing after its end."""
+        """End a job before the next turn, without a last update. A job that has ended is not affected."""
         with self._changed:
             job.cancelled = True
             self._changed.notify_all()
@@ -111,7 +111,7 @@ class Scheduler:
     def query(self, query: Query[T]) -> Future[T]:
         """Call a function with the slots between two turns, in the scheduler's thread.
 
-        The future gets the function's result or error; NotReady if the scheduler ends first. Raises NotReady.
+        The future gets the function's result or error, or NotReady if the scheduler ends first. Raises NotReady.
         """
         with self._changed:
             if self.phase != Phase.READY:
@@ -127,7 +127,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End all answers where they are, and then the thread. Waiting requests fail."""
+        """End all answers where they are, then end the thread. Waiting requests fail."""
         self.stop()
         with self._changed:
             self._ending = True
@@ -140,17 +140,17 @@ class Scheduler:
 
     @property
     def n_admitted(self) -> int:
-        """Requests that wait or are served."""
+        """The number of requests that wait or are served."""
         return self._n_admitted
 
     @property
     def n_busy(self) -> int:
-        """Sequences with a request."""
+        """The number of sequences with a request."""
         return sum(self.busy)
 
     @property
     def busy(self) -> list[bool]:
-        """Which sequences have a request."""
+        """For each sequence, whether it has a request."""
         return [slot.job is not None for slot in self._slots]
 
     #
@@ -246,7 +246,7 @@ class Scheduler:
                 self._fail(slot, job, err)
 
     def _next_job(self, free: Collection[int]) -> Job | None:
-        """Take the first waiting request that may use a free sequence; None if there is none. free: sequences' indices."""
+        """Take the first waiting request that may use a free sequence; None if there is none. free: the free sequences' indices."""
         with self._changed:
             job = next((job for job in self._waiting if job.slot == -1 or job.slot in free), None)
             if job is not None:
@@ -282,7 +282,7 @@ class Scheduler:
             self._finish(slot, serving)
 
     def _decode(self, answering: list[tuple[Slot, Serving]]) -> None:
-        """Take one step in each answer. Plain answers share a batch, a token of each. An answer with a draft has its own batch."""
+        """Take one step in each answer. Plain answers share a batch, with one token of each. An answer with a draft has its own batch."""
         begin = time.perf_counter()
         n_before = sum(serving.generation.answer.n_tokens for _, serving in answering)
         together, alone = self._drafted(answering)
@@ -370,7 +370,7 @@ class Scheduler:
         job.notify(answer)
 
     def _free_idle(self) -> bool:
-        """Free the memory of idle sequences and of running writes. Returns whether there were any."""
+        """Free the memory of idle sequences and of running writes. Returns whether anything was freed."""
         idle = [slot for slot in self._slots if slot.job is None and slot.seq.n_tokens]
         for slot in idle:
             self._prefixes.save(slot, stays=0)

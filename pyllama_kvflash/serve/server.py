@@ -37,7 +37,7 @@ class _Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield
 
 
@@ -63,7 +63,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit: each connection takes one, and the soft limit is often 1,024."""
+    """Raise the soft limit on open files to the hard limit: each connection takes a file, and the soft limit is often 1,024."""
     with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource  # noqa: PLC0415
 
@@ -79,7 +79,7 @@ def raise_file_limit() -> None:
 def config(app: ASGIApp, *, keep_alive: float, close: int = _CLOSE_SECONDS) -> uvicorn.Config:
     """Return uvicorn's settings.
 
-    keep_alive: seconds until a connection without a request is closed. close: seconds at the end to send answers.
+    keep_alive: seconds until a connection without a request is closed. close: seconds to send the last answers when the server ends.
     """
     return uvicorn.Config(
         app,
@@ -107,8 +107,8 @@ def run(
 ) -> None:
     """Serve until a signal comes or the scheduler fails.
 
-    grace: seconds for running answers to finish after a signal. keep_alive: as for config(). note, warn: called with a line
-    about the server's state, and with warnings. Raises the error that ended the scheduler, such as a failure to load the model.
+    grace: seconds for running answers to finish after a signal. keep_alive: as for config(). note: called with lines about the
+    server's state. warn: called with warnings. Raises the error that ended the scheduler, such as a failure to load the model.
     """
 
     async def serve() -> None:
@@ -131,7 +131,7 @@ def run(
 class _Exceptions:
     """The event loop's exception handler. It warns at most once a minute that no connection can be accepted.
 
-    asyncio tries again each second, and may report an exception for each place in the backlog.
+    asyncio tries to accept again each second, and may report an exception for each place in the backlog.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:

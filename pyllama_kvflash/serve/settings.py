@@ -10,8 +10,8 @@ from pyllama_kvflash.native import Sampling
 class Settings:
     """Settings of a server.
 
-    name: the model's name in the protocol.
-    sampling: the defaults for requests.
+    name: the model's name for clients.
+    sampling: the sampling settings, which a request may override.
     n_predict: limit for the tokens of an answer; -1: until the context is full.
     max_body: limit for the bytes of a request's body.
     api_key: the key that requests must send; None: no key is needed.

@@ -23,7 +23,7 @@ _IMPOSSIBLE = -9999.0
 class Serving:
     """A request that is being served. n_cached: tokens of its prompt that were in the sequence before.
 
-    began: time.perf_counter() when it got the sequence. was_read: the same when its prompt was read; None: not yet.
+    began, was_read: time.perf_counter() when the request got its sequence, and when its prompt was read (None: not yet).
     """
 
     job: Job
@@ -58,13 +58,13 @@ class Serving:
 
 
 class Slot:
-    """A sequence that reads a prompt, answers, or is idle. An idle one keeps its text for the next request.
+    """A sequence that reads a prompt, answers, or is idle. An idle sequence keeps its text for the next request.
 
     serving: the request that is being served; None while the slot is idle.
     kept: number of positions, from the first on, that are in the cache on disk.
     used: time.monotonic() when the slot last became idle.
     pins: chunks pinned by pin(), until their text is replaced.
-    n_texts: how often text was replaced; the page notices it by a change of this number.
+    n_texts: how often text was replaced. The page learns of a replacement when this number changes.
     reselect: the last choice of chunks for the present text; None: there is none yet.
     """
 
@@ -79,7 +79,7 @@ class Slot:
 
     @property
     def job(self) -> Job | None:
-        """The request being served; None while it is idle."""
+        """The request being served; None while the slot is idle."""
         return self.serving.job if self.serving else None
 
     @property
@@ -88,7 +88,7 @@ class Slot:
         return self.serving is not None and self.serving.generation.reading
 
     def common(self, tokens: Tokens) -> int:
-        """Return the length of the common beginning with a prompt (n,) int32: at most n - 1, as one token must give logits."""
+        """Return the length of the common prefix with a prompt (n,) int32: at most n - 1, as the last token must give logits."""
         return n_common(self.seq.tokens, tokens[:-1])
 
     def reach(self, common: int) -> int:
@@ -148,7 +148,7 @@ class Slot:
                 log.warning("%s", event.text)
 
     def pin(self, chunk: int) -> None:
-        """Keep a chunk on the device until its text is replaced. Raises as KVSequence.pin()."""
+        """Keep a chunk on the device until its text is replaced. Raises as KVSequence.pin() does."""
         self.seq.pin(*self._span(chunk))
         self.pins.add(chunk)
 

@@ -30,7 +30,7 @@ _NAMES = sorted(path.relative_to(_FOLDER).as_posix() for path in _FOLDER.rglob("
 _FILES = {"/" if name == "index.html" else f"/static/{name}": name for name in _NAMES}
 
 OPEN = frozenset(_FILES)
-"""Paths that need no key: a browser cannot send one for them, and they hold no data."""
+"""Paths that need no key: a browser cannot send a key for them, and they hold no data."""
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -73,7 +73,7 @@ def _file(name: str, *, needs_key: bool) -> Callable[[Request], Awaitable[Respon
 _OF_ALL = ("n_ctx", "device_kv_bytes", "kv_full_bytes", "host_bytes", "coarse_bytes", "disk_bytes")
 _OF_SEQUENCE = ("guest_blocks", "resident", "pages_in", "pages_out", "reselects", "reselect_s")
 _OF_CHOICE = ("pos", "page_ins", "drops", "score_s", "apply_s")
-"""Fields that the page gets under the same names: of Stats, for the pool and for a sequence, and of Reselect."""
+"""Fields that the page gets under the same names: those of Stats for the pool, of Stats for a sequence, and of Reselect."""
 
 
 def _picked(value: object, names: Sequence[str]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _picked(value: object, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _sequence(slot: Slot, stats: Stats) -> dict[str, Any]:
-    """Return a sequence's state for the page. state and kind have one character per chunk: there may be thousands."""
+    """Return a sequence's state for the page. `state` and `kind` have one character per chunk: there may be thousands of chunks."""
     seq, serving = slot.seq, slot.serving
     r = seq.residency() if seq.n_pool is not None else None
     meter = seq.decoder.meter.stats if seq.decoder.meter else None
@@ -110,7 +110,7 @@ def _kinds(ledger: Ledger) -> str:
 
 
 def _slot(slots: Sequence[Slot], sequence: int, chunk: int) -> Slot:
-    """Return the slot of a sequence, which must have the chunk. Raises RequestError."""
+    """Return a sequence's slot. Raises RequestError if there is no such sequence, or if it has no such chunk."""
     if sequence >= len(slots):
         raise RequestError(404, f"there is no sequence {sequence}: there are {len(slots)}, from 0", code="not_found")
     slot = slots[sequence]
@@ -164,7 +164,7 @@ class _Pool:
         self._run = secrets.token_hex(8)  # tells processes apart: n_texts restarts with each
 
     async def look(self, _request: Request) -> Response:
-        """Return the pool as it is now; while the model is not ready, only the phase."""
+        """Return the pool's present state or, while the model is not ready, only the phase."""
         metrics = self._scheduler.metrics
 
         def seen(slots: Sequence[Slot]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class _Pool:
         return JSONResponse(await asyncio.wrap_future(self._scheduler.query(query)), headers=_FRESH)
 
     def _view(self, stats: Stats, sequences: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what the page shows. stats: the first sequence's, for the figures of the whole pool."""
+        """Return what the page shows. stats: the first sequence's stats, from which the whole pool's figures come."""
         scheduler = self._scheduler
         kv, total = scheduler.kv, scheduler.metrics.total
         running = [s["compared"] for s in sequences if s["busy"] and s["compared"]]  # ended answers are in the totals

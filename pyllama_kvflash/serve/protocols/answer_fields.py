@@ -106,7 +106,7 @@ def schema_of(fields: Mapping[str, Any]) -> Checked | None:
 
 
 def template_kwargs(fields: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Return the settings for the chat template. effort: of reasoning; "none" turns it off. Raises RequestError."""
+    """Return the settings for the chat template. effort: the reasoning effort; "none" turns reasoning off. Raises RequestError."""
     res = dict(obj(fields, "chat_template_kwargs") or {})
     if effort:
         res |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}

@@ -46,7 +46,7 @@ class AnswerParser:
         return done.reason in COMPLETE and done.stop not in self._stop
 
     def push(self, text: str) -> list[Delta]:
-        """Add text. Returns the parts of the answer that are in it."""
+        """Add text. Returns the new parts of the answer."""
         return self._kept(self._parsed(text, partial=True))
 
     def end(self, done: Finished) -> list[Delta]:
@@ -70,12 +70,12 @@ class AnswerParser:
         return [Delta(text)] if text else []
 
     def _dropped(self) -> str:
-        """Return the raw text after the content if the raw text begins with the content; else ""."""
+        """Return the raw text that follows the content; "" if the raw text does not begin with the content."""
         raw, content = "".join(self._raw).lstrip(), self.content.lstrip()
         return raw[len(content) :].rstrip() if raw.startswith(content) else ""
 
     def _unsent(self) -> str:
-        """Return the raw text after the content that was sent, or after the reasoning if no content was."""
+        """Return the raw text that follows the content sent so far or, without content, the reasoning sent so far."""
         raw = "".join(self._raw)
         for sent in (self.content, self.reasoning):
             if sent:

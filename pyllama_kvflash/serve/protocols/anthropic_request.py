@@ -29,7 +29,7 @@ _TTL = {"5m": 300.0, "1h": 3600.0}
 def parse(body: dict[str, Any], served: Served, *, counting: bool = False) -> ParsedRequest:
     """Check the body of POST /v1/messages. Raises RequestError.
 
-    counting: the request only counts tokens, and needs no max_tokens.
+    counting: whether the request only counts tokens; such a request needs no max_tokens.
     """
     fields = given(body)
     check_known(fields, _KNOWN, served.unknown, _IGNORED)
@@ -66,7 +66,7 @@ def _reasoning(thinking: dict[str, Any] | None, config: dict[str, Any] | None) -
 
 
 def _pins(value: Any, at: str) -> Iterator[float]:
-    """Yield the seconds for which each cache_control in a value asks to cache the prompt. at: the value's name in messages."""
+    """Yield, for each cache_control in a value, how many seconds to cache the prompt. at: the value's name in messages."""
     if isinstance(value, list):
         for i, part in enumerate(value):
             yield from _pins(part, f"{at}[{i}]")
@@ -102,7 +102,7 @@ def _messages(value: Any, unknown: Unknown) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, at: str, unknown: Unknown) -> list[dict[str, Any]]:
-    """Return a message in the OpenAI form, in which each tool result is a message of its own."""
+    """Convert a message to the OpenAI form, in which each tool result is a message of its own."""
     fields = as_object(value, at, "role and content")
     role = one_of(fields, "role", ("user", "assistant", "system"), f"{at}.role")
     check_known(fields, {"role", "content"}, unknown, set(), f"{at}.")
@@ -118,7 +118,7 @@ def _message(value: Any, at: str, unknown: Unknown) -> list[dict[str, Any]]:
 
 
 def _user(blocks: Sequence[dict[str, Any]], at: str, unknown: Unknown) -> list[dict[str, Any]]:
-    """Return the tool results among the blocks of a user's message, and then the message with its texts, if any."""
+    """Return a message for each tool result among a user's blocks, then one with the texts, unless all blocks are results."""
     results, texts = [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"
@@ -134,7 +134,7 @@ def _user(blocks: Sequence[dict[str, Any]], at: str, unknown: Unknown) -> list[d
 
 
 def _assistant(blocks: Sequence[dict[str, Any]], at: str) -> dict[str, Any]:
-    """Return an assistant's message, with the texts, reasoning and calls of its blocks."""
+    """Return an assistant's message with the texts, reasoning and calls of the blocks."""
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         here = f"{at}[{i}]"

@@ -98,7 +98,7 @@ class AnthropicReply(Reply):
         }
 
     def _reason(self, done: Finished) -> tuple[str, str | None]:
-        """Return why the answer ended, and the stop string of the request that ended it."""
+        """Return why the answer ended and, if a stop string of the client ended it, that string."""
         if self._parser.called(done):
             return "tool_use", None
         if done.stop in self._found.parsed.stop:

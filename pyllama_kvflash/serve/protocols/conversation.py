@@ -36,7 +36,7 @@ CONTINUING = {"continue_final_message", "add_generation_prompt"}
 
 
 def continues(fields: Mapping[str, Any]) -> bool | None:
-    """Return whether the answer continues the last message; None: only if that is an assistant's message with text.
+    """Return whether the answer continues the last message; None: it does if the last message is an assistant's and has text.
 
     Raises RequestError.
     """
@@ -74,8 +74,8 @@ def content(value: Any, at: str, types: Mapping[str, str], unknown: Unknown | No
     """Return the text of a message's content: a string, or an array of parts.
 
     types: the types of parts that are text, each with the field that holds the text. Other parts are refused.
-    unknown: given if the value is a tool's result. An agent cannot do without a result, so the model sees the types of its
-    images, files and the like. Raises RequestError.
+    unknown: None, except for a tool's result. An agent cannot do without a result, so images, files and the like in it are not
+    refused: the model sees their types, and `unknown` collects a warning for each. Raises RequestError.
     """
     if isinstance(value, str):
         return value
@@ -116,7 +116,7 @@ def by_turns(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge two messages of one role. other: the second message."""
+    """Merge two messages of one role. `one` comes before `other`."""
     res: dict[str, Any] = {"role": one["role"], "content": ""}
     for key in ("content", "reasoning_content"):
         if found := [m[key] for m in (one, other) if m.get(key)]:
@@ -154,7 +154,7 @@ def _message(value: Any, at: str, called: dict[str, str], unknown: Unknown) -> M
 
 
 def _assistant(given: Mapping[str, Any], at: str, called: dict[str, str]) -> Message:
-    """Return an assistant's message: text, calls, or both. called: gets the names of its calls, by id."""
+    """Return an assistant's message: text, calls, or both. called: receives the function names of the calls, by call id."""
     calls = [
         _call(c, f"{at}.tool_calls[{i}]") for i, c in enumerate(array(given, "tool_calls", f"{at}.tool_calls") or ())
     ]
@@ -185,7 +185,7 @@ def _call(value: Any, at: str) -> dict[str, Any]:
 
 
 def _arguments(given: str) -> str:
-    """Return a call's arguments as the JSON object that templates need. Other text, as of a truncated call, is wrapped in one."""
+    """Return a call's arguments as the JSON object that templates need. Other text, such as a truncated call's, is wrapped in an object."""
     if is_object(given or "{}"):
         return given or "{}"
     return json.dumps({"arguments": given}, ensure_ascii=False)
@@ -201,7 +201,7 @@ def tools(
 ) -> tuple[dict[str, Any], ...]:
     """Return the tools of a request, in the form of the OpenAI protocol.
 
-    inside: the field of a tool that holds its name and its schema; "": the tool itself. schema: the name of the schema's field.
+    inside: the tool's field that holds the name and the schema; "": the tool itself holds them. schema: the name of the schema's field.
     places: the tools' indices in the request, if some tools were left out. Raises RequestError.
     """
     given = array({"tools": value}, "tools") or []
@@ -248,7 +248,7 @@ def _parameters(function: Mapping[str, Any], at: str, key: str) -> dict[str, Any
 
 
 def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
-    """Return the checked JSON schema of an answer. name: its field. strict: whether to refuse parts that cannot be enforced.
+    """Return an answer's JSON schema, checked. name: the schema's field. strict: whether to refuse parts that cannot be enforced.
 
     Raises RequestError, which names the place in the schema.
     """
@@ -259,9 +259,9 @@ def schema(value: Any, name: str, *, strict: bool = False) -> Checked:
 
 
 def schema_of_form(form: dict[str, Any] | None, at: str, inside: str = "") -> Checked | None:
-    """Return the JSON schema that a response format asks for; None: any text. Raises RequestError.
+    """Return the JSON schema that a response format asks for; None: it asks for any text. Raises RequestError.
 
-    inside: the field of form that holds the schema and strict; "": form itself.
+    inside: the field of `form` that holds the fields schema and strict; "": `form` itself holds them.
     """
     which = "text" if form is None else one_of(form, "type", ("text", "json_object", "json_schema"), f"{at}.type")
     if form is None or which == "text":

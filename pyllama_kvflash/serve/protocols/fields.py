@@ -30,19 +30,19 @@ class Unknown:
     """
 
     def __init__(self, *, strict: bool = False) -> None:
-        """strict: refuse a request with such parts."""
+        """strict: whether to refuse a request with such parts."""
         self.strict = strict
         self.warnings: list[str] = []
 
     def see(self, name: str) -> None:
-        """Note an unknown field. Raises RequestError if unknown fields are refused."""
+        """Note an unknown field. Raises RequestError if `strict`."""
         name = name[:_MAX_NAME]
         if self.strict:
             raise invalid(f"{name!r} is not a known field: leave it out", name, "unknown_parameter")
         self._warn(f"{name!a} is not a known field, and has no effect")
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note a part of the request that the model does not see. Raises RequestError if unknown fields are refused."""
+        """Note a part of the request that the model does not see. Raises RequestError if `strict`."""
         if self.strict:
             raise invalid(f"{name} cannot be used: {why}", name, "unsupported_parameter")
         self._warn(f"{name} is left out: {why}")
@@ -74,7 +74,7 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 
 def _check_unicode(value: Any, at: str, param: str | None) -> None:
-    """Raise RequestError if a text in a value is not Unicode. at: the value's name. param: its field in the body."""
+    """Raise RequestError if a text in a value is not Unicode. at: the value's name. param: the body's field that holds the value."""
     if isinstance(value, str):
         try:
             encoded(value, at)
@@ -123,7 +123,7 @@ def kind(value: Any) -> str:
 
 
 def get(fields: Mapping[str, Any], key: str, want: type[T], at: str = "") -> T | None:
-    """Return a field of a type; None if it is missing. A float may be written as an integer. at: its name in messages."""
+    """Return a field of the type `want`; None if it is missing. A float may be written as an integer. at: the field's name in messages."""
     value, at = fields.get(key), at or key
     if value is None:
         return None
@@ -135,7 +135,7 @@ def get(fields: Mapping[str, Any], key: str, want: type[T], at: str = "") -> T |
 
 
 def ranged(fields: Mapping[str, Any], key: str, want: type[T], low: float, high: float, at: str = "") -> T | None:
-    """Return a number from low to high; None if it is missing. at: its name in messages."""
+    """Return a field that is a number from low to high; None if it is missing. at: the field's name in messages."""
     value: Any = get(fields, key, want, at)
     if value is not None and not low <= value <= high:  # NaN fails
         raise invalid(out_of_range(value, low, high, at or key), at or key, "invalid_value")
@@ -176,7 +176,7 @@ def one_of(fields: Mapping[str, Any], key: str, allowed: tuple[str, ...], at: st
 
 
 def as_object(value: Any, at: str, of: str) -> dict[str, Any]:
-    """Return a value that must be an object. of: its fields, in words."""
+    """Return a value that must be an object. of: the object's fields, in words."""
     if not isinstance(value, dict):
         raise invalid(f"{at} is {kind(value)}: give an object with {of}", at, "invalid_type")
     return value

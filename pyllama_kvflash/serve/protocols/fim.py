@@ -23,7 +23,7 @@ def infill(
 ) -> list[int]:
     """Return the token ids of a prompt whose answer goes between prefix and suffix.
 
-    at: the request's field, for the error. extra: other files, cut at their beginning so that the prompt and n_answer tokens
+    at: the request's field to name in the error. extra: other files, cut at their beginning so that the prompt and n_answer tokens
     of the answer fit the context. begun: the beginning of the answer.
 
     Raises RequestError if the model has no FIM tokens.
@@ -62,7 +62,7 @@ def _tokens(model: Model, text: str) -> list[int]:
 
 
 def no_fim(at: str) -> RequestError:
-    """Return the error for a model without FIM tokens. at: the request's field."""
+    """Return the error for a model without FIM tokens. at: the request's field to name."""
     msg = (
         f"{at} cannot be used: the model has no fill-in-the-middle tokens; use a model with them, such as Qwen2.5-Coder"
     )

@@ -22,7 +22,7 @@ UNSUPPORTED = {
     "penalty_alpha", "post_sampling_probs", "prompt_logprobs", "regex", "return_tokens", "smoothing_factor", "structured_outputs",
     "suffix", "tfs", "tfs_z", "top_a", "use_beam_search", "verbosity", "web_search_options",
 }  # fmt: skip
-"""Fields that this server refuses, unless the value asks for nothing: that of _USUAL or, for other fields, an empty one, false or 0."""
+"""Fields that this server refuses, unless the value asks for nothing: it is the one in _USUAL or, without one there, empty, false or 0."""
 _USUAL: dict[str, Any] = {
     "add_special_tokens": True,
     "best_of": 1,
@@ -43,9 +43,9 @@ def check_known(
     fields: Mapping[str, Any], known: set[str], unknown: Unknown, ignored: set[str] = IGNORED, at: str = "",
     unsupported: set[str] = UNSUPPORTED,
 ) -> None:  # fmt: skip
-    """Add unknown fields to `unknown`. Raises RequestError for an unsupported field that asks for something.
+    """Add unknown fields to `unknown`. Raises RequestError for an unsupported field, unless its value asks for nothing.
 
-    at: prefix of the fields' names in messages. unsupported: fields that are refused unless they ask for nothing.
+    at: prefix of the fields' names in messages. unsupported: names of the unsupported fields.
     """
     for key, value in fields.items():
         if key in known or key in ignored:

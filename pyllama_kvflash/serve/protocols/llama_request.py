@@ -63,7 +63,7 @@ def _both(fields: Mapping[str, Any], served: Served, known: set[str]) -> ParsedR
 
 
 def _wanted(fields: Mapping[str, Any], unknown: Unknown) -> tuple[str, ...]:
-    """Return the fields of the answer that are wanted, as paths such as "timings/prompt_n"; (): all."""
+    """Return the answer's fields that the request wants, as paths such as "timings/prompt_n"; (): all."""
     wanted = array(fields, "response_fields") or []
     if not all(isinstance(name, str) for name in wanted) or len(wanted) > _MAX_FIELDS:
         raise invalid(

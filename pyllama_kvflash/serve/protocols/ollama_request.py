@@ -89,7 +89,7 @@ def generate(body: dict[str, Any], served: Served) -> ParsedRequest:
 
 
 def _both(fields: Mapping[str, Any], served: Served) -> ParsedRequest:
-    """Return a request with the fields that chats and prompts share."""
+    """Return a request with the fields that /api/chat and /api/generate share."""
     get(fields, "model", str)  # any name: there is one model
     _unloads(fields)
     stream, options = get(fields, "stream", bool), given(obj(fields, "options") or {})
@@ -157,7 +157,7 @@ def _limit(options: Mapping[str, Any]) -> int | None:
 
 
 def _tool(value: Any) -> Any:
-    """Return a tool with the type "function" if it has none."""
+    """Return a tool. If it has no type, its type becomes "function"."""
     return {**value, "type": value.get("type") or "function"} if isinstance(value, dict) else value
 
 
@@ -191,7 +191,7 @@ def _messages(found: list[Any]) -> list[dict[str, Any]]:
 
 
 def _call(value: Any, at: str, number: int) -> dict[str, Any]:
-    """Return a call in the OpenAI form. number: for the id, which has nine letters and digits, as some templates demand."""
+    """Return a call in the OpenAI form. number: makes an id if the call has none: nine letters and digits, as some templates demand."""
     call = as_object(value, at, "a function")
     function = given(as_object(call.get("function"), f"{at}.function", "name and arguments"))
     arguments = function.get("arguments", {})
@@ -202,9 +202,9 @@ def _call(value: Any, at: str, number: int) -> dict[str, Any]:
 
 
 def _name_call(message: dict[str, Any], at: str, calls: list[tuple[str, str]]) -> None:
-    """Give a tool result the id of its call: the id that it names, else that of the first call with its tool's name, or of any.
+    """Give a tool result the id of its call. If the result names no id, its tool's first call is taken, else the first of all calls.
 
-    calls: those without a result; the call found is removed.
+    calls: the id and the name of each call without a result. The call that the result belongs to is removed.
     """
     name = get(message, "tool_name", str, f"{at}.tool_name")
     message.pop("tool_name", None)

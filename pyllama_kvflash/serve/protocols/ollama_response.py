@@ -23,12 +23,12 @@ def error_body(err: RequestError) -> dict[str, Any]:
 
 
 def tagged(name: str) -> str:
-    """Return a model's name with a tag, since some clients add ":latest" to a name without one, and then look for that."""
+    """Return a model's name with a tag: some clients add ":latest" to an untagged name, and then look for the tagged name."""
     return name if ":" in name else f"{name}:latest"
 
 
 def moment(seconds: float | None = None) -> str:
-    """Return a time in ISO 8601. seconds: since 1970; None: now."""
+    """Return a time in ISO 8601. seconds: the time since 1970; None: now."""
     found = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return found.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
@@ -58,7 +58,7 @@ class ChatReply(Reply):
         return b"".join(self._line(*s, logprobs=() if i else text.logprobs) for i, s in enumerate(said))
 
     def end(self, done: Finished) -> bytes:
-        """End the answer. Calls are sent here, since Ollama's protocol has no parts of calls."""
+        """End the answer. Calls are sent here, since Ollama's protocol cannot send a call in parts."""
         res = b"".join(self._line(*_said(delta)) for delta in self._parser.end(done) if delta.call is None)
         answer, calls = self._parser, _calls(self._parser)
         said = self._content(answer.content, answer.reasoning, calls)
@@ -84,7 +84,7 @@ class ChatReply(Reply):
         return {"model": self._model, "created_at": moment()}
 
     def _content(self, content: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the part of a line with the answer: a message in /api/chat."""
+        """Return the part of a line that holds the answer; in /api/chat, this is a message."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if thinking:
             message["thinking"] = thinking
@@ -110,7 +110,7 @@ def _said(delta: Delta) -> tuple[str, str]:
 
 
 def _calls(answer: AnswerParser) -> list[dict[str, Any]]:
-    """Return the complete calls. Clients would run a call that was cut off, since its arguments must be sent as an object."""
+    """Return the complete calls. Clients would run a call that was cut off, too: its arguments would be sent as an object."""
     return [
         {"id": call["id"], "function": {"index": i, "name": call["name"], "arguments": arguments_of(call)}}
         for i, call in enumerate(answer.calls)
@@ -124,7 +124,7 @@ def _shown(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def _end(done: Finished) -> dict[str, Any]:
-    """Return the fields of the last line: the reason, tokens, and nanoseconds. The time in the queue counts as loading."""
+    """Return the last line's fields: the reason, numbers of tokens, and times in nanoseconds. Time in the queue counts as loading."""
     read, answer = round(done.timing.read_s * 1e9), round(done.timing.answer_s * 1e9)
     load = max(0, round(done.seconds * 1e9) - read - answer)
     return {

@@ -57,7 +57,7 @@ class OpenAIReply(Reply):
         return res
 
     def end(self, done: Finished) -> bytes:
-        """End the answer; another one may follow."""
+        """End the answer; another answer may follow."""
         res = self._opening()
         if self._chat:
             res += b"".join(self._chunk(_delta(delta)) for delta in self._parser.end(done))
@@ -131,7 +131,7 @@ class OpenAIReply(Reply):
         timing: Timing | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Return an event. timing: the times to show in it. more: further fields."""
+        """Return an event. timing: the times to show, if any. more: further fields."""
         shown = self._probs(logprobs, self._offsets) if logprobs else None
         key, index = "delta" if self._chat else "text", len(self._choices)
         choice = {"index": index, key: delta, "logprobs": shown, "finish_reason": reason}
@@ -139,7 +139,7 @@ class OpenAIReply(Reply):
         return event({**self._same, "object": self._kind, "choices": [choice], **timed, **(more or {})})
 
     def _probs(self, logprobs: Sequence[TokenLogprob], offsets: "_Offsets") -> dict[str, Any] | None:
-        """Return the log probabilities in the protocol's form; None if they were not requested. offsets: counts the tokens."""
+        """Return the log probabilities in the protocol's form; None if they were not requested. offsets: where tokens begin."""
         if self._found.parsed.sampling.n_probs is None:
             return None
         return chat_logprobs(logprobs) if self._chat else _text_logprobs(logprobs, offsets)
@@ -166,13 +166,13 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 class _Offsets:
-    """Counts where the tokens of an answer begin in its text. A token with part of a character begins where the character does."""
+    """Counts where the tokens of an answer begin in its text. A token that has part of a character begins where the character does."""
 
     def __init__(self) -> None:
         self._decoder, self._n = codecs.getincrementaldecoder("utf-8")("replace"), 0
 
     def add(self, data: bytes) -> int:
-        """Return where the next token begins. data: its bytes."""
+        """Return where in the answer's text the next token begins. data: the token's bytes."""
         start = self._n
         self._n += len(self._decoder.decode(data))
         return start
@@ -189,7 +189,7 @@ def _text_logprobs(logprobs: Sequence[TokenLogprob], offsets: _Offsets) -> dict[
 
 
 def _named_by_bytes(token: TokenLogprob) -> str:
-    """Return a token's text or, for a part of a character, its bytes, as OpenAI does."""
+    """Return a token's text or, if the token cuts a character, the token's bytes, as OpenAI does."""
     try:
         return token.data.decode()
     except UnicodeDecodeError:

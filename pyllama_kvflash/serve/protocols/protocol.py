@@ -16,8 +16,8 @@ from pyllama_kvflash.serve.protocols.responses_store import ResponseStore
 class Served:
     """The engine and the settings that a request is checked against.
 
-    name: the model's name for clients. defaults: for the fields that a request leaves out. unknown: collects warnings about
-    the request. responses: the stored responses, which a request may continue.
+    name: the model's name for clients. defaults: the sampling settings, which a request may override.
+    unknown: collects warnings about the request. responses: the stored responses, which a request may continue.
     """
 
     kv: KVFlash
@@ -32,8 +32,8 @@ class ParsedRequest:
     """A checked request: messages (of a chat), or a prompt (text or token ids).
 
     special: whether special tokens are recognized in the text of the prompt, as in a rendered conversation.
-    continues: whether the answer continues the last message; None: only if that is an assistant's message with text.
-    tools, tool_choice, parallel_tool_calls (None: if the template supports it), chat_template_kwargs: of a chat.
+    continues: whether the answer continues the last message; None: it does if the last message is an assistant's and has text.
+    tools, tool_choice, chat_template_kwargs: for a chat. parallel_tool_calls: likewise; None: true if the template supports them.
     schema: the checked JSON schema of the answer. max_tokens: None if not given. n: number of answers.
     pin_seconds: how long the prompt must stay in the cache on disk; 0: as long as there is room.
     id_slot: the sequence to use; -1: any. cache_prompt: whether cached tokens of the prompt may be reused.
@@ -68,10 +68,10 @@ class ParsedRequest:
 class PreparedRequest:
     """A request that is ready to be served.
 
-    tokens: the prompt, (n,) int32. sampling, stop: including the grammar and the stop strings of the chat template.
+    tokens: the prompt, (n,) int32. sampling, stop: with the grammar and the stop strings that the chat template adds.
     rendered: the prompt of a chat; None: the request is a completion.
     warnings: a sentence for each part of the request that has no effect, such as a schema constraint that is not enforced.
-    begins: where the messages of a chat begin in the tokens, and last where the answer begins; (): not known.
+    begins: where in `tokens` each message of a chat begins and, as the last value, where the answer begins; (): not known.
     """
 
     parsed: ParsedRequest
@@ -84,7 +84,7 @@ class PreparedRequest:
 
 
 class TooLong(Exception):  # noqa: N818 (the request is refused: it is an answer)
-    """A prompt does not fit the context. n: its tokens; None: not counted. n_ctx: length of the context, in tokens."""
+    """A prompt does not fit the context. n: tokens of the prompt; None: not counted. n_ctx: length of the context, in tokens."""
 
     def __init__(self, n: int | None, n_ctx: int) -> None:
         super().__init__()

@@ -12,10 +12,10 @@ from pyllama_kvflash.serve.protocols.request_error import RequestError
 from pyllama_kvflash.text import to_json
 
 REASONS = {"eos": "stop", "stop": "stop", "interrupted": "stop", "length": "length", "context": "length"}
-"""The words of the OpenAI protocol and of Ollama's for the reasons of events.Done."""
+"""The words that the OpenAI and Ollama protocols use for the reasons of events.Done."""
 
 _BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
-"""Escapes for the line breaks that JSON leaves as they are. They end no line of a stream, but some clients split it there."""
+"""Escapes for the line breaks that JSON leaves as they are. They end no line of a stream, but some clients split a stream at them."""
 
 
 def event(value: dict[str, Any], name: str | None = None) -> bytes:
@@ -26,7 +26,7 @@ def event(value: dict[str, Any], name: str | None = None) -> bytes:
 
 
 def timings(timing: Timing, n_prompt: int) -> dict[str, Any]:
-    """Return the times of an answer in llama-server's form. n_prompt: tokens of its prompt, including cached ones."""
+    """Return the times of an answer in llama-server's form. n_prompt: tokens of the prompt, including cached ones."""
     res: dict[str, Any] = {"cache_n": n_prompt - timing.n_read}
     for name, n, seconds in (
         ("prompt", timing.n_read, timing.read_s),
@@ -56,7 +56,7 @@ def progress(reading: Reading) -> dict[str, Any]:
 class Reply(ABC):
     """The answers to one request, one after another, both as events of a stream and as one object.
 
-    The methods return the bytes of their events. Comments keep a stream alive; clients ignore them.
+    The methods return the bytes of their events. Comments, which clients ignore, keep a stream alive.
     """
 
     def __init__(self, model: str, found: PreparedRequest) -> None:
@@ -66,7 +66,7 @@ class Reply(ABC):
         self._whole: dict[str, Any] = {}
 
     def first(self) -> bytes:
-        """Begin the stream. By default, there is no event for it."""
+        """Begin the stream. By default, this sends no event."""
         return b""
 
     def reading(self, reading: Reading) -> bytes:
@@ -83,10 +83,10 @@ class Reply(ABC):
 
     @abstractmethod
     def end(self, done: Finished) -> bytes:
-        """End the answer; another one may follow."""
+        """End the answer; another answer may follow."""
 
     def last(self) -> bytes:
-        """End the stream. By default, there is no event for it."""
+        """End the stream. By default, this sends no event."""
         return b""
 
     def failed(self, err: RequestError) -> bytes:

@@ -8,7 +8,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class RequestError(Exception):
-    """An error that answers a request.
+    """An error that a request gets as its answer.
 
     status: the HTTP status. param: the field that is wrong. code: a word for programs. headers: extra response headers.
     """

@@ -150,7 +150,7 @@ def _earlier(fields: Mapping[str, Any], store: ResponseStore) -> list[dict[str, 
 
 
 def not_kept(name: str, fix: str, param: str | None = None) -> RequestError:
-    """Return the error for a response that is not stored. fix: what to do. param: the field that names it; None: the path does."""
+    """Return the error for a response that is not stored. fix: what to do. param: the field that names the response; None: the path does."""
     msg = (
         f"{param or 'the response'} is {name[:100]!r}, which is not stored here: another server made it, its request had"
         f" store: false, or it was removed as one of the oldest; {fix}"
@@ -242,7 +242,7 @@ _PACKED = "kvflash:"
 
 
 def packed(reasoning: str) -> str:
-    """Return reasoning as an encrypted_content, though unencrypted: clients return that field, but drop plain text."""
+    """Return reasoning as an encrypted_content, though unencrypted: clients send that field back, but drop plain text."""
     return _PACKED + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
@@ -262,7 +262,7 @@ def _unpacked(content: str) -> str:
 
 
 def _tools(given: list[Any], unknown: Unknown) -> tuple[dict[str, Any], ...]:
-    """Return the functions among the tools. Other tools, without which clients such as Codex manage, are left out.
+    """Return the functions among the tools. Other tools are left out: clients such as Codex manage without them.
 
     Raises RequestError.
     """

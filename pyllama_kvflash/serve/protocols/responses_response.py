@@ -84,7 +84,7 @@ class ResponsesReply(Reply):
         return super().alive() + self._still()
 
     def _still(self) -> bytes:
-        """Return an event if there has been none for long, since Codex gives up on a stream with comments alone."""
+        """Return an event if the last one was long ago, since Codex gives up on a stream that has only comments."""
         if time.monotonic() - self._last_event < _EVENT_SECONDS:
             return b""
         return self._event("response.in_progress", response=self._whole)
@@ -116,7 +116,7 @@ class ResponsesReply(Reply):
     #
 
     def _delta(self, delta: Delta) -> bytes:
-        """Add to the open item, or begin another one."""
+        """Add to the open item, or begin another item."""
         call, res = delta.call, b""
         more = call.arguments if call else delta.reasoning or delta.content
         key = ("fc", call.index) if call else ("rs" if delta.reasoning else "msg", 0)
@@ -164,7 +164,7 @@ _NAMES = {
 
 
 class _Item:
-    """An output item as it grows. key: its kind (msg, rs or fc), and the index of its call. text: its text so far."""
+    """An output item as it grows. key: the item's kind (msg, rs or fc), and for fc the index of the call, else 0. text: the text so far."""
 
     def __init__(self, response: str, index: int, key: tuple[str, int], parser: AnswerParser, asked: Asked) -> None:
         self.key, self.index = key, index
@@ -185,18 +185,18 @@ class _Item:
 
     @property
     def likely(self) -> dict[str, Any]:
-        """The log probabilities, a field that events with an answer's text must have: empty, since none can be requested."""
+        """The field of log probabilities, which events with an answer's text must have. It is empty, since none can be requested."""
         return {"logprobs": []} if self.key[0] == "msg" else {}
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The whole text, in the form of the event that ends it."""
+        """The fields that hold the whole text in the text's last event."""
         if self._call:
             return {"name": self._call["name"], "arguments": self.text}
         return {"text": self.text, **self.likely}
 
     def end(self, status: str) -> None:
-        """End the item. A call is complete if its arguments are."""
+        """End the item. status: ignored for a call, which is complete if its arguments are complete."""
         self._status = status if self._call is None else "completed" if is_object(self.text) else "incomplete"
 
     def is_in(self, parser: AnswerParser) -> bool:

@@ -35,7 +35,7 @@ def new_id() -> str:
 
 
 def item_id(kind: str, response_id: str, index: int) -> str:
-    """Return the id of an output item, which names its response. kind: msg, rs or fc."""
+    """Return the id of an output item, made from the response's id. kind: msg, rs or fc."""
     return f"{kind}_{response_id.removeprefix('resp_')}_{index}"
 
 
@@ -53,7 +53,7 @@ class Kept:
 
 
 class ResponseStore:
-    """Responses in memory, and in files if there is a folder for them. The oldest ones are removed first.
+    """Responses in memory, and in files if there is a folder for them. The oldest responses are removed first.
 
     Any thread may use a store, and several processes may share its folder. Files are written in a thread of the store.
     """
@@ -116,7 +116,7 @@ class ResponseStore:
         return found
 
     def _write(self, folder: Path, name: str, text: bytes) -> None:
-        """Write a response's file, and remove the oldest ones beyond the limits."""
+        """Write a response's file, and remove the oldest files beyond the limits."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with Replacement(_path(folder, name), 0o600) as new:
@@ -127,10 +127,10 @@ class ResponseStore:
 
 
 def evict(folder: Path, most: int = MAX_RESPONSES, size: int = MAX_BYTES) -> int:
-    """Remove partial files of killed processes from a folder, then the oldest responses above a number or a size.
+    """Remove partial files of killed processes from a folder, then the oldest responses beyond the limits `most` and `size`.
 
-    most: responses that may stay; 0 removes the folder, too, if it is empty then. size: bytes that may stay. Returns the
-    number of responses removed.
+    most: number of responses that may stay; 0 also removes the folder if it is then empty. size: bytes that may stay.
+    Returns the number of responses removed.
     """
     found = []
     sweep(folder, ".resp_*.part")
