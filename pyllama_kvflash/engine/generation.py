@@ -228,7 +228,7 @@ class Generation:
         Decoder.decode().
 
         following: the generation that takes the next step. It may draft while this one's draft is verified. None, or this
-        generation itself: no other takes turns.
+        generation itself: no other generation takes turns.
         """
         return self._claim.run(self._step, following)
 

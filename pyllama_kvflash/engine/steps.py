@@ -51,7 +51,7 @@ class DraftedStep(PlainStep):
         self.writer.accept(self.part, self._n_guessed)
 
     def report(self, seconds: float) -> None:
-        """Report to the drafter how many guesses were accepted. seconds: of the step, without drafting."""
+        """Report to the drafter how many guesses were accepted. seconds: the time of the step, without drafting."""
         drafts, n_right = self.decoder.drafts, self.decoder.sequence.n_tokens - self.start - 1
         if drafts:
             width, guessing_s = len(self.part.tokens), self._guessing_s

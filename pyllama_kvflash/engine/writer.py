@@ -35,8 +35,8 @@ class Writer:
         sequence.pending = self.answer.token
 
     def accept(self, part: Part, n_guessed: int) -> None:
-        """Sample a token after each token of a decoded draft, until it differs from the draft's next token. Sets `part.accepted`
-        after each one, so that it is right even if this call is cut off.
+        """Sample a token after each token of a decoded draft, until one differs from the draft's next token. Sets
+        `part.accepted` after each sample, so that its value is right even if this call is cut off.
 
         n_guessed: how many tokens of the part are drafted. Before them comes the answer's last token, after them padding.
         """

@@ -2,7 +2,7 @@
 
 A drafted step commits the accepted tokens and one more, and takes longer than a plain step. Its worth is (tokens
 committed x seconds of a plain step) / seconds of a drafted step, all three as moving averages. The plain step right
-after a drafted one takes longer, because the graph changes; this is charged to the drafted step.
+after a drafted one takes longer, because the graph changes; the extra time is charged to drafting.
 """
 
 import math

@@ -78,7 +78,7 @@ class HostMemory:
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self) -> Record:
-        """Return a free place (record_bytes,) uint8. Raises HostMemoryError, unless reserve() was called for it."""
+        """Return a free place (record_bytes,) uint8. Raises HostMemoryError, unless reserve() has made sure of the place."""
         self.reserve(1)
         if self._spill and not self._within(1):
             place = self._spill.take()

@@ -80,7 +80,7 @@ class Pager:
         self.records.close()
 
     def check_limit(self, n_tokens: int) -> None:
-        """Raise HostMemoryError unless a text of n_tokens, if it replaced this one, fits the limit of host memory."""
+        """Raise HostMemoryError if a text of n_tokens, in place of this one, would exceed the limit of host memory."""
         self.shared.memory.check_limit(n_tokens // self.ledger.chunk - len(self.records))
 
     def expect(self, n_tokens: int) -> None:
@@ -92,8 +92,9 @@ class Pager:
     def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0), *, seals: bool = True) -> Plan:
         """Free blocks for the chunks that a batch begins, and reserve host memory for the chunks that it seals.
 
-        n_tokens: tokens of the batch. taken: the numbers of blocks and of records that other sequences of the batch take. seals:
-        False if the batch seals no chunk. Returns the moves. Raises PoolError and HostMemoryError; nothing has moved then.
+        n_tokens: this sequence's tokens. taken: the numbers of blocks and of records that the batch's other sequences take.
+        seals: False if the batch seals no chunk. Returns the moves. Raises PoolError and HostMemoryError; nothing has moved
+        then.
         """
         ledger = self.ledger
         last = ledger.n_tokens % ledger.chunk  # positions of the chunk that is being written
@@ -111,10 +112,10 @@ class Pager:
     def prepare(self, n_tokens: int, *, passing: bool = False) -> tuple[Plan, list[Record]]:
         """Prepare to compute n_tokens outside the pool.
 
-        passing: the tokens before them were also computed outside, and are not in the pool yet.
+        passing: whether the tokens before them were also computed outside, and are not in the pool yet.
 
         Returns the moves, and the records (record_bytes,) uint8 of all chunks up to the last of these tokens. The records of
-        earlier positions are complete, or will be. The caller writes the others. Raises PoolError and HostMemoryError; nothing
+        earlier positions are complete, or will be. The caller writes the rest. Raises PoolError and HostMemoryError; nothing
         has moved then.
         """
         self._arrived(len(self._reads))  # summaries of the previous batch are made during this one
@@ -141,7 +142,7 @@ class Pager:
         self._summariser.collect()
 
     def copies(self, start: int, n_tokens: int) -> list[Record]:
-        """Return the records of all chunks up to position start + n_tokens - 1. Those from the chunk of start on are copies."""
+        """Return the records of all chunks up to position start + n_tokens - 1, as copies from the chunk that holds `start` on."""
         self.wait_stored()
         first, end = start // self.ledger.chunk, -(-(start + n_tokens) // self.ledger.chunk)
         res = self.records.first(first)
@@ -200,8 +201,8 @@ class Pager:
         self.host(0)
 
     def host(self, n_free: int) -> Plan:
-        """If a chunk is out, make codes of all sealed chunks. If layers choose guests, give these all blocks except the protected
-        chunks' and n_free others. Returns the evictions.
+        """If a chunk is out, make codes of all sealed chunks. If layers choose guests, also evict the chunks that are not
+        protected, and give guests all free blocks of the sequence's share except n_free. Returns the evictions.
         """
         guests, ledger = self.guests, self.ledger
         if guests is None or np.all(ledger.resident):
@@ -305,7 +306,7 @@ class Pager:
         """Make the chunks with the highest scores (n,) float64 resident; NaN: not a candidate. Returns the plan.
 
         n_free: blocks to leave free.
-        n_most: how many chunks to page in at most; None: no limit.
+        n_most: the most chunks to page in; None: no limit.
         """
         self.ledger.rate(scores)
         plan = reselect(self.ledger, n_free, n_most)
@@ -319,8 +320,8 @@ class Pager:
     def rolled_back(self, n_tokens: int) -> Plan:
         """Forget positions from n_tokens on, which were removed from the cache, and page in the new tail.
 
-        If n_tokens is within a chunk, that chunk is cut, after it was paged in if it was out. It is sealed anew once it is full
-        again. Returns all moves.
+        If n_tokens is within a chunk, that chunk is paged in if it is out, and cut. It is sealed anew once it is full again.
+        Returns all moves.
         """
         ledger = self.ledger
         self.wait_stored()

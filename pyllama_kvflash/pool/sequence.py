@@ -50,7 +50,7 @@ class PooledSequence:
         exact: ExactReader | None = None,
     ) -> None:
         """ctx: this sequence's view of the context.
-        peers: the sequences made before this one, which appends itself.
+        peers: a list of the sequences made before; this sequence appends itself.
         shared, scorer: what the pool's sequences share, and this one's scorer; None: no pool.
         exact: reads prompts that the pool cannot hold; None: the pool reads them.
         """
@@ -151,8 +151,9 @@ class PooledSequence:
 
     @contextmanager
     def step(self, *, others: bool = True) -> Iterator[None]:
-        """Guard a change of the sequence or of its residency. If it is cut off, the next step repairs it first. others: see
-        recover().
+        """Guard a change of the sequence or of its residency. If the change is cut off, the next step first repairs the
+        sequence.
+        others: see recover().
         """
         self.recover(others=others)
         self.consistent = False
@@ -251,15 +252,15 @@ class PooledSequence:
         return Paged(self.n_tokens, plan.drops, plan.page_ins) if plan else None
 
     def lay_out(self) -> None:
-        """Sort the chunks in the pool by position. Call it after an exact pass, since their records must be complete."""
+        """Sort the chunks in the pool by position. Call it after an exact pass, since the chunks' records must be complete."""
         with self.step():
             self.paged.lay_out()
 
     def recover(self, *, others: bool = True) -> None:
         """If a step was cut off, remove its leftovers from the cache, back to the last position. Ends a trial.
 
-        others: also end the trials of other sequences. If a step of any sequence was cut off, they end in any case. Raises
-        NativeError if the model's memory cannot be rolled back.
+        others: also end the trials of other sequences. These trials end in any case if a step of any sequence was cut off.
+        Raises NativeError if the model's memory cannot be rolled back.
         """
         if self.consistent and len(self.peers) == 1:
             return  # most steps
@@ -393,7 +394,7 @@ class PooledSequence:
         n_most: int | None = None,
         mass: Floats | None = None,
     ) -> Iterator[Event]:
-        """Score the chunks and move them, at once. n_most: how many to page in at most; None: no limit. mass: the queries' attention,
+        """Score the chunks and move them, at once. n_most: the most chunks to page in; None: no limit. mass: the queries' attention,
         see policy.View.
         """
         selector = self.selector

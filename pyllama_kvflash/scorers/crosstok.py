@@ -18,8 +18,8 @@ def char_spans(pieces: Sequence[bytes]) -> Spans:
     characters.
 
     A character split between tokens belongs to the token that completes it, because a model does not know it before. A
-    broken character (U+FFFD) belongs to the token that reveals it or, at the end, to the last token with bytes. A token
-    that completes no character has an empty span before its character; so has a token without bytes (a special one).
+    broken character (U+FFFD) belongs to the token that reveals it or, at the end, to the last token with bytes. A
+    token that completes no character has an empty span before its character. So does a token without bytes (a special one).
     """
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     counts = np.fromiter((len(decode(piece)) for piece in pieces), np.int64, len(pieces))
@@ -71,7 +71,7 @@ class Retokenizer:
     overlap: how many unchanged tokens to tokenize again with the new text, because they may depend on it (up to three more
         if they split a character).
 
-    If a token depends on more text than that, the result may differ from tokenizing the whole text at once. A tokenizer
+    If a token depends on text before this overlap, the result may differ from tokenizing the whole text at once. A tokenizer
     may put a space before its text. With a tokenizer that changes its text (lower case, NFC), the tokens are right, but after
     the first change every update tokenizes the whole text.
 
