@@ -45,9 +45,7 @@ class Answer:
         self._shown: list[Token] = []
 
     def take(self, token: int, pos: int, probs: Probs | None = None) -> bool:
-        """Append a token, which will be decoded at pos. Returns whether the answer continues. probs: None if none were asked
-        for.
-        """
+        """Append a token, which will be decoded at pos. Returns whether the answer continues. probs: None unless asked for."""
         self.token = None
         if self._model.is_eog(token):
             self.reason = "eos"

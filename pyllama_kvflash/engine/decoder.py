@@ -380,10 +380,10 @@ class Decoder:
 
 
 def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> list[tuple[Tokens, int]]:
-    """Cut tokens, (n,) int32, into as few batches as possible, so that the tap keeps the queries of the last n_asking tokens.
+    """Cut tokens into as few batches as possible, so that the tap keeps the queries of the last n_asking tokens.
 
-    Returns each batch, with the number of tokens at its end whose queries are needed. n_tap: how many tokens at the end of a
-    graph the tap keeps queries of. n_ubatch: tokens of a graph.
+    tokens: (n,) int32. n_tap: the tap keeps the queries of a graph's last n_tap tokens. n_ubatch: tokens of a graph. Returns
+    each batch, with the number of tokens at its end whose queries are needed.
     """
     n, n_most = len(tokens), min(n_tap, n_ubatch)
     n_first = (n_asking - 1) % n_most + 1

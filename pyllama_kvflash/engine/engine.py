@@ -25,8 +25,7 @@ class KVFlash(KVSequence):
 
     notes: sentences about the pool and the placement of weights and KV. memory: each device's memory with a full context.
 
-    close() may be called from any thread at any time; later calls raise UsageError. An engine that nothing refers to any more is
-    closed, too.
+    close() may be called from any thread at any time; later calls raise UsageError. An engine that nothing refers to is closed.
     """
 
     @classmethod

@@ -7,8 +7,7 @@ from pyllama_kvflash.text import n_common
 
 
 def keep_common(decoder: Decoder, tokens: Tokens) -> tuple[int, SnapshotError | None]:
-    """Keep only the common prefix of a sequence and a prompt. tokens: the prompt, (n,) int32; its last token is read anew, for
-    logits.
+    """Keep only the common prefix of a sequence and a prompt. tokens: the prompt, (n,) int32, whose last token is always read.
 
     A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within that prefix.
 

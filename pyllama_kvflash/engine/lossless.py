@@ -52,8 +52,8 @@ class Lossless:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether drafting continues during a check. It needs streamed layers and drafts of no fixed length. It is not possible with
-        a scorer, which chooses chunks after each check, or with a state, which can be rolled back only to the last check's start.
+        """Whether drafting continues during a check. It needs streamed layers and no `n_fixed`. It is not possible with a scorer,
+        which chooses chunks after each check, or with a state, which can be rolled back only to the last check's start.
         """
         sequence = self._sequence
         return not (self._fixed or sequence.stateful or sequence.selector) and sequence.reads_exactly.streams
@@ -106,8 +106,7 @@ class Lossless:
         return np.array(self._drafted[: self._n_checked], np.int32), events
 
     def ahead(self, token: int, n: int, sampler: Sampler) -> Beside | None:
-        """Return a function that drafts up to n tokens while another sequence is checked, or None. draft() then continues that
-        draft.
+        """Return a function that drafts up to n tokens while another sequence is checked, or None. draft() then goes on from there.
 
         The function stops at the usual draft length, even if the check takes longer, because drafting takes GPU time from the check.
         """
@@ -234,7 +233,7 @@ class Lossless:
     def accepted(self, n: int, following: int | None) -> bool:
         """Record that n tokens are accepted, the pending one included. following: the token after them; None: the text ends.
 
-        Returns whether the trial continues. It ends if a drafted token was rejected, the text ends, or its room is used up.
+        Returns whether the trial continues. It ends if a drafted token was rejected, the text ends, or the trial has no room left.
         """
         at, ahead = self._sequence.n_tokens + n, self._drafted[self._n_checked :]
         right = n == self._n_checked + 1 and ahead[:1] in ([], [following])

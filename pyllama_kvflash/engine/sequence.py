@@ -89,11 +89,11 @@ class KVSequence:
 
         append: keep the context and the last token produced, and read the prompt after them. With an empty prompt, the answer
         continues as if it had not been interrupted. A character that the interruption cut in two comes with the following text.
-        stop: strings that end the text and are not shown. The generator takes the sequence, and begins, when its first event is
+        stop: strings that end the text and are not shown. The generator begins, and takes the sequence, when its first event is
         requested.
 
         Raises UsageError (the prompt is empty, too long, not Unicode text or not in the vocabulary; max_tokens, stop or
-        sampling is invalid), and HostMemoryError if the prompt exceeds `host_limit`; the sequence is then unchanged. Also raises
+        sampling is invalid), and HostMemoryError if the prompt exceeds `host_limit`; both leave the sequence unchanged. Also raises
         InUseError, PoolError, HostMemoryError and NativeError.
         """
         yield from self._run(prompt, sampling, append=append, max_tokens=max_tokens, stop=stop)
@@ -167,7 +167,7 @@ class KVSequence:
         )
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
-        """Decode tokens, (n,), in batches after the text in the context. The last token gets logits.
+        """Decode tokens in batches after the text in the context. The last token gets logits. tokens: (n,).
 
         Chooses chunks anew for the last tokens, which are then decoded again (tail replay). Yields Paged, Reselect, Warn and
         Prefill. Raises the errors of generate().
@@ -200,7 +200,7 @@ class KVSequence:
 
     @guarded
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions. The last chunks of these are paged in if they are out.
+        """Keep the first n_tokens positions. If the last chunks of the text that is kept are out, they are paged in.
 
         logits() is out of date until the next decode. A recurrent state, or an overwritten sliding window, can be rolled back only
         to a checkpoint; UnsupportedError names the last checkpoint before n_tokens. Checkpoints are copies in host memory, at most
@@ -411,7 +411,7 @@ class KVSequence:
     def save(self, path: str | Path, n_tokens: int | None = None, on_record: OnRecord | None = None) -> int:
         """Write a snapshot of the first n_tokens positions (None: all). Returns its size in bytes.
 
-        The file is written under another name and renamed once it is complete. n_tokens: a multiple of the chunk; with a
+        The file is written under another name and renamed once it is complete. n_tokens: a multiple of `chunk`; with a
         recurrent state or a sliding window, one of `checkpoints`. on_record: called with (records written, records in all).
 
         Raises UsageError (nothing to save, no pool, a wrong n_tokens, a file of a model in use) and SnapshotError (the
@@ -421,7 +421,7 @@ class KVSequence:
 
     @guarded
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """Capture the sequence as save() would write it now, to write it later or in a thread. Raises UsageError.
+        """Capture what save() would write now, to write it later or in a thread. Raises UsageError.
 
         The capture keeps the records, and can be written even after close().
         """

@@ -39,8 +39,8 @@ class Holding(DeviceBytes):
         return "feed-forward weights" if self.dense else "experts"
 
     def need(self, n_host: int, tokens: int) -> int:
-        """Return the bytes needed for `tokens` tokens of KV, with the experts of the first n_host layers on the host, and the
-        reserve.
+        """Return the bytes needed for `tokens` tokens of KV, the reserve included, if the first n_host layers' experts are on the
+        host.
         """
         return sum(self.terms(n_host, tokens).values())
 
@@ -63,11 +63,11 @@ class Holding(DeviceBytes):
 class Placement:
     """The result of place_experts().
 
-    n_cpu_moe: the number of layers, from the first on, whose experts stay on the host. dense: whether the model is dense, and
-        these are its feed-forward weights.
+    n_cpu_moe: the number of layers, from the first on, whose experts stay on the host.
+    dense: whether the model is dense, so that these are its feed-forward weights.
     pool: the pool to request now: "auto", "off" or tokens.
-    redundant: whether the full cache fits beside all experts.
-    fits: whether a pool fits, at least with all experts on the host.
+    redundant: True if the full cache fits beside all experts.
+    fits: False if no pool fits, even with all experts on the host.
     notes, warnings: sentences for the user.
     """
 

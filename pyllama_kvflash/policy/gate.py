@@ -129,7 +129,7 @@ class Gate:
 
 
 def _time(before: float | None, now: float, n: int) -> float:
-    """Return the average with the n-th time added; for the first few, the minimum, since single times may be slow by chance."""
+    """Return the average with the n-th time added; for the first few times, the minimum, since a single time may be slow by chance."""
     if n == 1 or not before:
         return now
     return min(before, now) if n <= _FIRST else before + _TIMES * (min(now, _SPIKE * before) - before)

@@ -160,9 +160,7 @@ class Ledger:
         return heat
 
     def candidates(self) -> Mask:
-        """Return the mask of chunks, resident or out, that compete for the blocks that protected chunks do not take, (n_chunks,)
-        bool.
-        """
+        """Return the mask (n_chunks,) bool of chunks, resident or out, that compete for the blocks that protected chunks leave."""
         mask: Mask = self._stored & ~self.protected()
         return mask
 

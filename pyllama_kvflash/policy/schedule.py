@@ -29,8 +29,7 @@ SELDOM = 2
 
 
 class Schedule:
-    """Starts a scoring every tau tokens, or every tau times a power of two if scoring would otherwise exceed `share` of the decode
-    time.
+    """Starts a scoring every tau tokens, or every tau * 2^k if scoring would otherwise exceed `share` of the decode time.
 
     A scoring either ends within the token, so that the next token attends to the chosen chunks, or runs beside decode
     and is applied `lag` tokens later. If both are possible and a device decodes meanwhile (`free`), scoring runs beside
@@ -95,9 +94,7 @@ class Schedule:
         return self._behind() if self.free else max(1, self.interval // 4)
 
     def _behind(self) -> int:
-        """Return the smallest power of two n for which decoding n tokens takes at least half a token's time longer than a
-        scoring.
-        """
+        """Return the smallest power of two n such that n tokens take at least half a token's time longer than a scoring."""
         score_s, step_s = min((score for score, _, _ in self._costs), default=0.0), self._step_s
         if not step_s or not self.share:
             return 1
@@ -151,7 +148,7 @@ class Schedule:
         return True
 
     def n_until(self, *, due: bool) -> int:
-        """Return the number of tokens until begin() returns true, or until apply() does if scores are `due`; at least 1."""
+        """Return the number of tokens, at least 1, until begin() returns true (if scores are `due`: until apply() does)."""
         return max(1, (self.lag if due else self.interval) - self._n)
 
     def apply(self) -> bool:

@@ -24,15 +24,15 @@ class Products(Protocol):
         """Number of scored layers."""
 
     def score(self, layer: int, q: Floats, n: int | None = None) -> Floats:
-        """Return, for each of the first n chunks, each head's largest product q·k with the summary's rows, (n_head, n) float32.
+        """Return each head's largest product q·k with the summary rows of each of the first n chunks, (n_head, n) float32.
 
-        q: (n_head, n_embd_head_k) queries of a layer. If n is None, it is all chunks.
+        q: (n_head, n_embd_head_k) queries of a layer. n: None means all chunks.
         """
 
     def mass(self, layers: Sequence[int], queries: Queries, scales: Sequence[float], n: int | None = None) -> Floats:
-        """Return the shares that the first n chunks have of the attention to them, summed over heads: (len(layers), n).
+        """Return each chunk's share of the attention to the first n chunks, summed over heads: (len(layers), n).
 
-        queries: (n_query, n_head, d) for each of the layers. Of several queries, the one with the largest share counts.
+        queries: (n_query, n_head, d) for each of the layers. Of several queries, each chunk's largest share counts.
         scales: the factor of q·k in each layer.
         """
 
@@ -71,7 +71,7 @@ class View:
     each: like `map`, possibly in several threads.
     scales: the factor of q·k before the softmax, for each layer; (): 1/√d.
     n_whole: chunks 0 .. n_whole - 1 have a summary.
-    mass: how each query's attention is shared among pieces of chunk/EDGE positions, summed over the heads of a layer, (n_query,
+    mass: each query's attention to each piece of chunk/EDGE positions, as a share summed over the heads of a layer, (n_query,
         n_layer, n_piece) float32. None except after an exact pass.
     """
 
@@ -165,9 +165,7 @@ class Qk:
     shares = True
 
     def __init__(self, summary: str | None = None, query: str = "last:4", rerank: int = 8) -> None:
-        """summary: a kind of `native.Summaries`; None: "centroid:4". rerank: with 0, rank by the summaries alone. Raises
-        UsageError.
-        """
+        """summary: a kind of `native.Summaries`; None: "centroid:4". rerank 0: rank by the summaries alone. Raises UsageError."""
         n_queries(query)
         self.summary: str | None = summary or CENTROIDS
         self.query = query
@@ -206,8 +204,7 @@ def _attended(view: View, mass: Floats) -> Scores:
 
 
 def _lend(view: View, scores: Scores, chunks: npt.NDArray[np.int64], first: Floats, last: Floats) -> None:
-    """Raise the score of each candidate beside one of `chunks` to at least LENT times the mass at their common border. Changes
-    `scores`.
+    """Raise the score of each candidate beside one of `chunks` to at least LENT times the mass at their border, in place.
 
     first, last: the mass of each chunk's first and last keys, (len(chunks),).
     """
@@ -236,8 +233,8 @@ def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Seq
 def _closer(
     view: View, keys: AllKeys, queries: Sequence[Floats], scales: Sequence[float], scores: Scores, n: int
 ) -> None:
-    """Replace the n best scores by exact masses. Their softmax is over all keys of these chunks and of all non-candidates. Scale
-    the other scores so that they stay below. Changes `scores`, unless the pool has room for all n.
+    """Replace the n best scores by exact masses, from a softmax over all keys of these chunks and of all non-candidates. Scale the
+    other scores so that they stay below. Changes `scores` in place, unless the pool has room for all n.
     """
     n_best = min(n, int(np.count_nonzero(view.candidates)))
     best = np.sort(np.argsort(-scores, kind="stable")[:n_best])
@@ -292,8 +289,7 @@ class ZMax:
 
 
 class QkCos:
-    """The published formula, for comparison: cos(Q, the chunk's mean K), its maximum over heads, and the mean of that over
-    layers.
+    """The published formula, for comparison: the mean over layers of the maximum over heads of cos(Q, the chunk's mean K).
 
     A chunk without a summary scores -2, below any cosine.
     """

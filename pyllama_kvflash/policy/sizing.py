@@ -26,10 +26,9 @@ def whole_cells(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The rows that a token adds to the full-attention cache.
+    """The rows that a token adds to the full-attention cache: (K elements, V elements) for each layer.
 
-    rows: (K elements, V elements) for each layer. devices: the device of each layer's rows; (): one device for all. heads: each
-    layer's heads; (): unknown.
+    devices: the device of each layer's rows; (): one device for all. heads: each layer's heads; (): unknown.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -235,7 +234,7 @@ def n_panes(
     - an automatic pool: if all layers fit, as many panes as do not exceed the full cache together with n_pool tokens, codes and
       buffers;
     - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed, or as many as fit, since each one
-      saves time. For a pool of a given size this holds only if all KV is on the host;
+      saves time. For a pool of a given size this case counts only if all KV is on the host;
     - RPC servers: as for `lossless`, with any pool, since each batch would send the whole text through the network.
     """
     remote = any(d.remote for d in memory)

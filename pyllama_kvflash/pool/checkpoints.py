@@ -44,8 +44,7 @@ class Checkpoints:
     #
 
     def stops(self, n: int, marks: Sequence[int], n_tail: int = 0) -> list[int]:
-        """Return where checkpoints are due among the next n tokens, each as the number of these tokens before it, in ascending
-        order.
+        """Return how many of the next n tokens come before each checkpoint that is due among them, in ascending order.
 
         marks: positions, in ascending order, where another text may diverge from this one. Checkpoints are due at the last mark, at
         earlier ones that are at least n_ubatch tokens apart and, in a new text, at the first. Each checkpoint cuts a batch. n_tail:
@@ -96,9 +95,7 @@ class Checkpoints:
         return max((pos for pos in self._states if pos <= n_tokens), default=0)
 
     def reach(self, n_tokens: int) -> int:
-        """Return how many positions are sure to remain when the sequence is rolled back to n_tokens, or to the last checkpoint
-        before.
-        """
+        """Return how many positions surely remain when the sequence is rolled back to n_tokens, or to the last checkpoint before."""
         stays = n_tokens == self._sequence.n_tokens or not self._sequence.stateful
         return n_tokens if stays else self.before(n_tokens)
 

@@ -1,7 +1,6 @@
 """The exact pass: batches of a prompt are decoded against all positions before them, whatever the pool holds.
 
-A paned context computes them, layer by layer. It takes the rows of earlier positions from the host store, and adds the new
-rows.
+A paned context computes them, layer by layer. It takes earlier rows from the host store, and adds the new ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -133,8 +132,7 @@ class ExactReader:
         """Decode tokens of the pool's sequence once more. Returns the tokens' logits, (n, n_vocab) float32. The sequence keeps
         its own logits and queries.
 
-        tokens, records: as for decode(); the records from `start` on are overwritten. state: the result of save_partial() at
-        `start`.
+        tokens, records: as for decode(); the records from `start` on are overwritten. state: from save_partial() at `start`.
         Raises Interrupted and NativeError.
         """
         own = self._own(pool.seq)

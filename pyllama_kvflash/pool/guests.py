@@ -93,9 +93,8 @@ class GuestRoom:
     def begin_restore(self, n_tokens: int, codes: Callable[[int], Record]) -> None:
         """Begin to restore the codes of the first n_tokens positions, in threads. end_restore() or stop_restore() must follow.
 
-        codes: a function that returns a layer's codes, as saved_codes() does, for at least n_tokens positions. Any thread may
-        call it.
-        Raises HostMemoryError.
+        codes: a function that any thread may call. It returns a layer's codes, as saved_codes() does, for at least n_tokens
+        positions. Raises HostMemoryError.
         """
 
         def put(layer: int) -> None:
@@ -111,8 +110,7 @@ class GuestRoom:
     def end_restore(self, n: int, n_known: int) -> None:
         """Wait for the codes of the first n chunks, whose records must exist.
 
-        n_known: how many chunks had codes when the snapshot's last segment of codes began. Raises the errors of reading codes, and
-        of filling lent records.
+        n_known: chunks with codes, as SavedGuests.n_known. Raises the errors of reading codes and of filling lent records.
         """
         with _memory_for("its codes"):
             for put in self._restoring:

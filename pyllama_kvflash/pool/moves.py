@@ -12,8 +12,8 @@ from pyllama_kvflash.pool.residency import held, resident
 
 
 class Moves:
-    """Moves the chunks of one sequence. After a cut-off move, the pool and the ledger may differ by one chunk until shed() and fill()
-    run.
+    """Moves the chunks of one sequence. Until shed() and fill() are called, a cut-off move may leave pool and ledger one chunk
+    apart.
 
     n_out and n_in count moves since the last clear().
     """

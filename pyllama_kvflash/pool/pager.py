@@ -92,9 +92,8 @@ class Pager:
     def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0), *, seals: bool = True) -> Plan:
         """Free blocks for the chunks that a batch begins, and reserve host memory for the chunks that it seals.
 
-        n_tokens: this sequence's tokens. taken: the numbers of blocks and of records that the batch's other sequences take.
-        seals: False if the batch seals no chunk. Returns the moves. Raises PoolError and HostMemoryError; nothing has moved
-        then.
+        n_tokens: this sequence's tokens. taken: the numbers of blocks and of records that the batch's other sequences take. seals:
+        False if the batch seals no chunk. Returns the moves. Raises PoolError and HostMemoryError; nothing has moved then.
         """
         ledger = self.ledger
         last = ledger.n_tokens % ledger.chunk  # positions of the chunk that is being written
@@ -142,7 +141,7 @@ class Pager:
         self._summariser.collect()
 
     def copies(self, start: int, n_tokens: int) -> list[Record]:
-        """Return the records of all chunks up to position start + n_tokens - 1, as copies from the chunk that holds `start` on."""
+        """Return the records of all chunks up to position start + n_tokens - 1: copies, from the chunk of position `start` on."""
         self.wait_stored()
         first, end = start // self.ledger.chunk, -(-(start + n_tokens) // self.ledger.chunk)
         res = self.records.first(first)

@@ -284,7 +284,7 @@ class Selector:
         return _timed(self.scorer, replace(view, summaries=self._pager.summaries), ())
 
     def _start(self, view: View, after: Sequence[Future[None]]) -> Future[Scored]:
-        """Score in another thread; in this thread if the caller waits anyway and the scorer reads summaries."""
+        """Score in another thread. If the caller waits anyway and the scorer reads summaries, score in this thread."""
         if not self._at_once or self.scorer.summary is None:
             with suppress(RuntimeError):  # no memory for a thread
                 return self._worker.submit(_timed, self.scorer, view, after)

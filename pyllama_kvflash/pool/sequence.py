@@ -151,9 +151,8 @@ class PooledSequence:
 
     @contextmanager
     def step(self, *, others: bool = True) -> Iterator[None]:
-        """Guard a change of the sequence or of its residency. If the change is cut off, the next step first repairs the
-        sequence.
-        others: see recover().
+        """Guard a change of the sequence or of its residency. If the change is cut off, the next step first
+        repairs the sequence. others: see recover().
         """
         self.recover(others=others)
         self.consistent = False

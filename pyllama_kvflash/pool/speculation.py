@@ -1,7 +1,7 @@
 """Speculative decoding: drafts that the target verifies in one batch, while that is faster than decoding plainly.
 
 llama.cpp's own implementations make the drafts (`native.Speculator`). This module adds the gate. It also limits the drafter's
-context to a window, which the drafter reads only when needed.
+context to a window of the text. A drafter of kind "draft" reads it only when a draft is needed.
 """
 
 from array import array

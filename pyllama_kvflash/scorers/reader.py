@@ -169,7 +169,7 @@ class Reader:
         return self._kv
 
     def _read(self, kv: SmallEngine, tokens: npt.NDArray[np.int32]) -> None:
-        """Let the small model read these tokens to the end. A prefix that it has already read is not read again."""
+        """Let the small model read these tokens to the end. A common prefix with the tokens read before is not read again."""
         have = kv.tokens
         n = min(len(have), len(tokens))
         differ = np.flatnonzero(have[:n] != tokens[:n])
