@@ -13,7 +13,7 @@ _LONG_S = 60.0  # seconds of work on a prompt before a warning is worthwhile
 
 
 class Cores:
-    """Watches the threads of a sequence's steps. With a GPU, or with one thread, it never warns.
+    """Watches the threads of a sequence's steps. Never warns with a GPU or with a single thread.
 
     on_cpu: whether no layer is computed on a GPU.
     """

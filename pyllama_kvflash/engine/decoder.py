@@ -298,7 +298,7 @@ class Decoder:
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
     def _read_exactly(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
-        """Decode tokens against all positions before them, then page in the chunks that the last ones attend to."""
+        """Decode tokens against all positions before them, then page in the chunks that the last tokens attend to."""
         sequence, n, done = self.sequence, len(tokens), 0
         reader, start = sequence.reads_exactly, sequence.n_tokens
         begin = time.perf_counter()
@@ -397,7 +397,7 @@ def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> li
 
 
 class Step:
-    """Tokens of one sequence that are decoded in one batch, perhaps with those of other sequences.
+    """Tokens of one sequence that are decoded in one batch, perhaps with other sequences' tokens.
 
     start: the position of the first token. beside: the pool's work while the tokens are decoded exactly. goes_on: whether that
     work continues after the batch; if so, the pool gets the tokens later.

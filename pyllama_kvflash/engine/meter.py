@@ -1,7 +1,7 @@
 """The meter: how often the pool predicts the same token as the full cache.
 
 From time to time, a few consecutive tokens are computed again, against all positions. This pass changes nothing, so the text is
-the same with and without the meter. It reads the rows of earlier answer tokens as the pool computed them.
+the same with and without the meter. The pass reads the rows of earlier answer tokens as the pool computed them.
 """
 
 import math

@@ -40,8 +40,8 @@ class KVSequence:
     seq: the sequence's number. model, options: the engine's. n_pool: cells of the pool, which all sequences share; None: the
     full cache. warnings: sentences for the user.
 
-    Several threads may use it, one after the other: a call during another thread's call raises InUseError. If another call takes
-    or changes the sequence, a generate() or prefill() under way raises InUseError at its next step, and changes nothing.
+    Several threads may use a sequence, one after the other: a call during another thread's call raises InUseError. If another call
+    takes or changes the sequence, a generate() or prefill() under way raises InUseError at its next step, and changes nothing.
     """
 
     def __init__(self, loaded: Loaded, guard: Guard, seq: int = 0) -> None:

@@ -101,7 +101,7 @@ class LosslessStep(Step):
 def take(steps: Sequence[PlainStep]) -> list[list[Event]]:
     """Take one step of each of several answers, in one batch. Returns the events of each, without text.
 
-    Raises the errors of decode_each(). After an error, an answer without a new token gets it in the next step.
+    Raises the errors of decode_each(). After an error, each answer that lacks its new token gets it in its next step.
     """
     begin = time.perf_counter()
     happened = decode_each(steps)

@@ -29,7 +29,7 @@ class Writer:
         return self.answer.token
 
     def write(self) -> None:
-        """Sample the next token from the last one's logits. Call this before the next batch, which overwrites the logits."""
+        """Sample the next token from the last token's logits. Call this before the next batch, which overwrites the logits."""
         sequence = self.decoder.sequence
         self._sample(sequence.n_tokens - 1, -1)
         sequence.pending = self.answer.token

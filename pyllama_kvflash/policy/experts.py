@@ -39,9 +39,7 @@ class Holding(DeviceBytes):
         return "feed-forward weights" if self.dense else "experts"
 
     def need(self, n_host: int, tokens: int) -> int:
-        """Return the bytes needed for `tokens` tokens of KV, the reserve included, if the first n_host layers' experts are on the
-        host.
-        """
+        """Return the bytes needed for `tokens` tokens of KV, reserve included, with the first n_host layers' experts on the host."""
         return sum(self.terms(n_host, tokens).values())
 
     def terms(self, n_host: int, tokens: int) -> dict[str, int]:

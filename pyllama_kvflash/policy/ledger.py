@@ -33,15 +33,15 @@ class Blocks:
 
     @property
     def n_spare(self) -> int:
-        """Blocks available to new trials. Not available are the blocks of trials under way, those for each sequence's protected chunks
-        (present and future), and one for each sequence's next chunk.
+        """Blocks available to new trials. Not available are the blocks of trials under way, the blocks of each sequence's protected
+        chunks (present and future), and one block for each sequence's next chunk.
         """
         kept = (max(int(np.count_nonzero(each.protected())), each.n_sinks + each.n_tail) for each in self.ledgers)
         return self.n - sum(kept) - sum(each.n_tried + 1 for each in self.ledgers)
 
 
 class Ledger:
-    """The chunks of one sequence, and the blocks they fill. It owns no bytes: the engine moves them, and reports here.
+    """The chunks of one sequence, and the blocks they fill. A ledger owns no bytes: the engine moves the bytes, and reports here.
 
     Positions 0 .. n_tokens - 1 are written, in chunks of `chunk` positions; the last chunk may be partly filled. A
     chunk is *sealed* when all its positions are written. Every step checks these rules (LedgerError):
@@ -131,7 +131,7 @@ class Ledger:
 
     @property
     def resident(self) -> Mask:
-        """A copy of the mask of chunks in the pool, (n_chunks,) bool. The others are in the host store only."""
+        """A copy of the mask of chunks in the pool, (n_chunks,) bool. Other chunks are in the host store only."""
         return self._resident.copy()
 
     @property

@@ -6,11 +6,11 @@ A round takes n times the time of drafting a token, plus the time of checking n 
 tokens, fitted to the checks so far.
 
 If k tokens are drafted during a check that accepts everything, they begin the next draft, and cost no time. A run of such rounds
-ends with a rejected token, after 1 / (1 - a) tokens on average. After its first check it has a^(n+1) / (1 - a^m) more checks on
+ends with a rejected token, after 1 / (1 - a) tokens on average. After its first check, a run has a^(n+1) / (1 - a^m) more checks on
 average, of m = max(n, k) tokens each.
 
-Tokens differ in confidence. A draft continues until the probability that all of it is accepted falls to that of n average tokens.
-So a draft of confident tokens is longer than n, and an unsure token ends it early.
+Tokens differ in confidence. A draft continues until the probability that all of it is accepted falls to the one for n average
+tokens. So a draft of confident tokens is longer than n, and an unsure token ends it early.
 """
 
 from collections.abc import Sequence

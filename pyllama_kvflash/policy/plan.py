@@ -15,8 +15,8 @@ _GUESTS = -1  # a guest block, in a list of chunks
 class Plan:
     """Chunks to drop, coldest first, and chunks to page in, in order. A plan is applied as a whole, drops first.
 
-    taken: chunks that other sequences give up for it, as (index in Blocks.ledgers, chunks).
-    guests: numbers of guest blocks given up for it, as (index in Blocks.ledgers, blocks).
+    taken: chunks that other sequences give up for this plan, as (index in Blocks.ledgers, chunks).
+    guests: numbers of guest blocks given up for this plan, as (index in Blocks.ledgers, blocks).
     """
 
     drops: tuple[int, ...] = ()

@@ -111,7 +111,7 @@ class Schedule:
         return self._n
 
     def resume(self, saved: Scoring) -> None:
-        """Continue from a saved schedule. Its measurements count only if this one has none."""
+        """Continue from a saved schedule. The saved measurements count only if this schedule has none."""
         self._n = saved.n_since
         self._begun = saved.scores is not None or saved.queries is not None
         if saved.cost_s and not self._costs:

@@ -153,8 +153,8 @@ class Qk:
     """Scores a chunk by its share of the model's own attention, summed over heads and layers.
 
     A head's share of a chunk is the sum of exp(q·k·scale) over the chunk's keys, divided by the sum over all keys (the
-    softmax). It is estimated from centroids of the chunk's keys. A centroid is scaled to the mean length of its keys,
-    and counts once for each of them. Of several queries, the largest sum in each layer counts.
+    softmax). The share is estimated from centroids of the chunk's keys. A centroid is scaled to the mean length of its keys,
+    and counts once for each of these keys. Of several queries, the largest sum in each layer counts.
 
     At the end of a prompt, the best chunks (`rerank` times as many as the pool can hold) are ranked again by all their
     keys. After a prompt was read exactly, all chunks are ranked by the attention of its last tokens. The passage that

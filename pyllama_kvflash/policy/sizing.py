@@ -36,7 +36,7 @@ class Geometry:
     heads: tuple[Heads, ...] = ()
 
     def token_bytes(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> int:
-        """Return the bytes of one token. row_bytes(type, elements) is ggml's."""
+        """Return the bytes of one token. row_bytes: ggml's function of (type, elements)."""
         return sum(self.by_device(row_bytes, type_k, type_v).values())
 
     def by_device(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> dict[int, int]:

@@ -78,7 +78,7 @@ class Checkpoints:
             self._evict()
 
     def passed(self) -> None:
-        """Before a batch, make a checkpoint if the last one is far back."""
+        """Before a batch, make a checkpoint if the last checkpoint is far back."""
         if self.kept and self._sequence.n_tokens - max(self._states, default=0) >= _EVERY:
             self.make()
 
@@ -135,7 +135,7 @@ def least(positions: Sequence[int], spared: Sequence[int] = ()) -> int:
 
     The distance from the end at which the next prompt diverges is taken as log-uniform, because texts mostly diverge near the end.
     So the prompt diverges between a checkpoint and the next one with a probability proportional to log(distance of the checkpoint
-    from the end / distance of the next one). If the checkpoint is evicted, such a prompt is read from the one before.
+    from the end / distance of the next one). If the former is evicted, such a prompt is read from the checkpoint before.
     """
     end = positions[-1] + _NEAREST
     old = range(max(1, len(positions) - _NEWEST))

@@ -1,4 +1,4 @@
-"""Guests: blocks in which each layer holds chunks of its own choice, and the codes by which it chooses them.
+"""Guests: units of 16 positions that each layer chose and holds in blocks of the pool, and the codes by which it chooses them.
 
 Native code makes the choice, in the graph. This module decides which chunks have codes, and how many blocks guests have.
 """
@@ -34,7 +34,9 @@ def _memory_for(what: str) -> Iterator[None]:
 
 
 class GuestRoom:
-    """The codes of one sequence's chunks, and its guests. The ledger counts the guests' blocks. A guest is only a copy of a record."""
+    """The codes of one sequence's chunks, and its guests. The ledger counts the guests' blocks. A guest only copies rows of a
+    record.
+    """
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ class HostStore:
         return self._entries[chunk]
 
     def first(self, n: int) -> list[Record]:
-        """Return the records of the first n chunks, as get() does. All must be in the store. Threads read the lent ones."""
+        """Return the records of the first n chunks, as get() does. All must be in the store. Threads read lent records."""
         self.read_ahead()
         return [self.get(chunk) for chunk in range(n)]
 

@@ -12,8 +12,7 @@ from pyllama_kvflash.pool.residency import held, resident
 
 
 class Moves:
-    """Moves the chunks of one sequence. Until shed() and fill() are called, a cut-off move may leave pool and ledger one chunk
-    apart.
+    """Moves the chunks of one sequence. After a cut-off move, pool and ledger may differ by one chunk until shed() and fill() run.
 
     n_out and n_in count moves since the last clear().
     """

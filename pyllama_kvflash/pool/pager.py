@@ -29,7 +29,7 @@ _MOST_READERS = 32  # threads that read records; fewer already use all of a mach
 
 
 class Pager:
-    """The ledger and host store of one sequence. It asks `policy` which chunks move in the shared pool.
+    """The ledger and host store of one sequence. The pager asks `policy` which chunks move in the shared pool.
 
     After a step was cut off, reconcile() makes the pool agree with the ledger. n_stored counts the records written since the
     last clear().
@@ -37,7 +37,7 @@ class Pager:
 
     def __init__(self, ctx: Context, options: Options, shared: Shared, summary: str | None) -> None:
         """ctx: this sequence's view of the context. Make the pagers of a pool in the order of their sequences.
-        summary: the kind of key summaries of sealed chunks that the scorer needs; None: it needs none.
+        summary: the kind of key summaries that the scorer needs of sealed chunks; None: the scorer needs none.
 
         Raises UnsupportedError if the model's keys cannot be summarised.
         """
@@ -246,7 +246,7 @@ class Pager:
 
     @property
     def summaries(self) -> Summaries | None:
-        """Summaries of the keys of sealed chunks; None if the scorer needs none. The last ones may still be unfinished."""
+        """Summaries of the keys of sealed chunks; None if the scorer needs none. The last summaries may still be unfinished."""
         return self._summariser.summaries
 
     @property
@@ -255,7 +255,7 @@ class Pager:
         return self._summariser.pending
 
     def summarise(self, kind: str | None) -> None:
-        """Keep summaries of this kind from now on, and make those of the stored records at once. None: keep none.
+        """Keep summaries of this kind from now on, and summarise the stored records at once. None: keep none.
 
         Raises UnsupportedError (the model's keys have an unsupported form) and HostMemoryError.
         """

@@ -248,7 +248,7 @@ class Drafts:
     def before(self, ctx: Context, pos: int, n: int) -> None:
         """Before n tokens are decoded at pos, switch the output of layer features on or off, as the drafter needs.
 
-        ctx: the context that decodes them: the target, or the exact pass.
+        ctx: the context that decodes the tokens: the target's, or the exact pass's.
         """
         if self.reads_features:
             prompt, listening = pos < self._until, self._model.listening

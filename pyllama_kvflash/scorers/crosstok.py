@@ -17,8 +17,8 @@ def char_spans(pieces: Sequence[bytes]) -> Spans:
     """Return the span of each token in the text `b"".join(pieces).decode("utf-8", "replace")`: (n, 2) int64, in
     characters.
 
-    A character split between tokens belongs to the token that completes it, because a model does not know it before. A
-    broken character (U+FFFD) belongs to the token that reveals it or, at the end, to the last token with bytes. A
+    A character split between tokens belongs to the token that completes it, because before that token a model does not know the
+    character. A broken character (U+FFFD) belongs to the token that reveals it or, at the end, to the last token with bytes. A
     token that completes no character has an empty span before its character. So does a token without bytes (a special one).
     """
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
