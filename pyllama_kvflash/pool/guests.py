@@ -34,9 +34,7 @@ def _memory_for(what: str) -> Iterator[None]:
 
 
 class GuestRoom:
-    """The codes of one sequence's chunks, and its guests. The ledger counts the guests' blocks. A guest only copies rows of a
-    record.
-    """
+    """The codes of one sequence's chunks, and its guests, which only copy rows of records. The ledger counts the guests' blocks."""
 
     def __init__(
         self,
