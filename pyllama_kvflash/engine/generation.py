@@ -115,7 +115,7 @@ class Generation:
 
     @property
     def draft_stats(self) -> DraftStats | None:
-        """This answer's counts of speculative decoding; None without drafts, and before the answer begins."""
+        """Counts of speculative decoding for the answer; None without drafts, and before the answer begins."""
         parts = [part.stats for part in (self.decoder.drafts, self.decoder.lossless) if part]
         return sum_stats(parts) if parts and self._began is not None else None
 

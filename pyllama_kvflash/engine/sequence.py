@@ -77,14 +77,15 @@ class KVSequence:
         """Read a prompt and produce up to max_tokens tokens (-1: until the context is full; 0: only read). Yields typed events.
 
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. The prompt replaces the
-        sequence's text. The common prefix of both stays and is not read again: a second question about a text is read alone.
+        sequence's text. The common prefix of both stays and is not read again: when a second question about a text is asked,
+        only the question is read.
         `Stats.n_prompt` counts the tokens read: at least one, since the last token gives logits. The whole prompt is read if only
         BOS is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the
         prefix (see rollback()). Without a checkpoint, the whole prompt is read. Call clear() first to read everything anew.
 
         The prefix stays as it was computed. Batches then begin at other positions than in a fresh prompt, so logits may differ by
         rounding. Tokens of an earlier answer in the prefix, as in a chat, were decoded through the pool. With `prefill` "pool",
-        the whole prefix was: it attended to chunks chosen for the earlier prompt. If decoding has become lossless
+        the whole prefix was decoded so, and attended to chunks chosen for the earlier prompt. If decoding has become lossless
         (`min_agreement`), decoding remains lossless while part of the text stays.
 
         append: keep the context and the last token produced, and read the prompt after them. With an empty prompt, the answer
@@ -230,7 +231,7 @@ class KVSequence:
 
     @guarded
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of this sequence's last token.
+        """Return a copy of a token's logits, (n_vocab,) float32. i: its index in the last batch; -1: this sequence's last token.
 
         The logits are not checked: damaged weights or an f16 overflow give NaN, for which generate() raises BadLogitsError.
         """
@@ -379,12 +380,12 @@ class KVSequence:
 
     @guarded
     def page_in(self, chunk: int) -> None:
-        """Page in a chunk, in place of the coldest one. Harmless if it is resident. Raises PoolError."""
+        """Page in a chunk, in place of the coldest one. Harmless if the chunk is already resident. Raises PoolError."""
         self.sequence.page_in(chunk)
 
     @guarded
     def page_out(self, chunk: int) -> None:
-        """Evict a chunk; its record stays in the host store. Raises PoolError if it is protected."""
+        """Evict a chunk; its record stays in the host store. Raises PoolError if the chunk is protected."""
         self.sequence.page_out(chunk)
 
     @guarded

@@ -1,6 +1,6 @@
 """The exact pass: batches of a prompt are decoded against all positions before them, whatever the pool holds.
 
-A paned context computes them, layer by layer. It takes earlier rows from the host store, and adds the new ones.
+A paned context computes them, layer by layer. It takes earlier rows from the host store, and adds new rows there.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ class ExactReader:
         more: bool = False,
         beside: Beside | None = None,
     ) -> None:
-        """Decode tokens of a sequence of the pool, whose own context gets the logits and queries of the last token.
+        """Decode tokens of the pool's sequence. This sequence then has the logits and queries of the last token.
 
         tokens: (n,) int32, at positions start, start + 1, ... records: see ExactContext.decode_into().
         more: another batch follows. One batch more than there are devices is then under way: each device computes one, and none

@@ -109,7 +109,7 @@ class HostMemory:
     def expect(self, n: int) -> None:
         """Announce n more places; threads allocate slabs for them.
 
-        Raises HostMemoryError if they exceed the limit. If memory runs out, it is reserve() that raises this error.
+        Raises HostMemoryError if the places exceed the limit. If memory runs out, it is reserve() that raises this error.
         """
         self.check_limit(n)
         n = self._within(n)

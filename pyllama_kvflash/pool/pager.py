@@ -1,7 +1,7 @@
 """The pager: applies decisions of `policy` to the native pool and the host store, and keeps both consistent with the ledger.
 
-It waits for a copy only if the computation needs the copy. A full chunk is written back while the next batch is computed, and then
-summarised in a thread. `moves` brings chunks in and drops them.
+The pager waits for a copy only if the computation needs the copy. A full chunk is written back while the next batch is computed,
+and then summarised in a thread. `moves` brings chunks in and drops them.
 """
 
 from collections import deque
@@ -302,8 +302,9 @@ class Pager:
     #
 
     def reselect(self, scores: Scores, n_free: int, n_most: int | None = None) -> Plan:
-        """Make the chunks with the highest scores (n,) float64 resident; NaN: not a candidate. Returns the plan.
+        """Make the chunks with the highest scores resident. Returns the plan.
 
+        scores: (n,) float64; NaN: not a candidate.
         n_free: blocks to leave free.
         n_most: the most chunks to page in; None: no limit.
         """
@@ -319,7 +320,7 @@ class Pager:
     def rolled_back(self, n_tokens: int) -> Plan:
         """Forget positions from n_tokens on, which were removed from the cache, and page in the new tail.
 
-        If n_tokens is within a chunk, that chunk is paged in if it is out, and cut. It is sealed anew once it is full again.
+        If n_tokens is within a chunk, that chunk is first paged in if it is out, then cut. It is sealed anew once it is full again.
         Returns all moves.
         """
         ledger = self.ledger

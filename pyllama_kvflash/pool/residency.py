@@ -20,7 +20,7 @@ class Residency:
     score: float64, from the last scoring, higher is hotter; NaN: not scored.
     layers: float32; how many pooled layers hold the chunk: all of them if it is resident; otherwise, with policy fresh, the layers
         that chose it. A layer that chose a quarter of the chunk counts 0.25.
-    coded: bool; whether the chunk has codes. By these, layers attend to the chunk while it is not resident.
+    coded: bool; whether the chunk has codes, so that layers can attend to it while it is not resident.
     """
 
     resident: npt.NDArray[np.bool_]

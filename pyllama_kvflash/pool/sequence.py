@@ -439,7 +439,7 @@ class PooledSequence:
             self.paged.page_in(chunk)
 
     def page_out(self, chunk: int) -> None:
-        """Evict a chunk. Raises PoolError if it is protected."""
+        """Evict a chunk. Raises PoolError if the chunk is protected."""
         with self.step():
             self.paged.page_out(chunk)
 
