@@ -77,10 +77,9 @@ class KVSequence:
         """Read a prompt and produce up to max_tokens tokens (-1: until the context is full; 0: only read). Yields typed events.
 
         prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. The prompt replaces the
-        sequence's text. The common prefix of both stays and is not read again: when a second question about a text is asked,
-        only the question is read.
-        `Stats.n_prompt` counts the tokens read: at least one, since the last token gives logits. The whole prompt is read if only
-        BOS is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the
+        sequence's text. The common prefix of both stays and is not read again, so a second question about a text costs only its own
+        tokens. `Stats.n_prompt` counts the tokens read: at least one, since the last token gives logits. The whole prompt is read
+        if only BOS is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the
         prefix (see rollback()). Without a checkpoint, the whole prompt is read. Call clear() first to read everything anew.
 
         The prefix stays as it was computed. Batches then begin at other positions than in a fresh prompt, so logits may differ by

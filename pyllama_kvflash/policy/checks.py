@@ -28,7 +28,7 @@ class Checks:
 
     @property
     def agreement(self) -> float | None:
-        """The share of tokens in the last checks that equal the full cache's, 0 to 1; None before the first check."""
+        """The share of the last checks' tokens that equal the full cache's, 0 to 1; None before the first check."""
         return sum(self._recent) / len(self._recent) if self._recent else None
 
     def passed(self, seconds: float) -> None:

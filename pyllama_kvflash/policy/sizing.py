@@ -231,10 +231,10 @@ def n_panes(
 
     The default is LEAST_PANES, because copies cost no time while a prompt is read. There are more panes, within half of (free -
     reserve - codes) on each device, in these cases:
-    - an automatic pool: if all layers fit, as many panes as do not exceed the full cache together with n_pool tokens, codes and
-      buffers;
-    - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed, or as many as fit, since each one
-      saves time. For a pool of a given size this case counts only if all KV is on the host;
+    - an automatic pool with a GPU: if all layers fit, as many as keep the panes, n_pool tokens, codes and buffers together
+      within the size of the full cache;
+    - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed, or as many as fit, since each pane
+      saves time. For a pool of a given size this case applies only if all KV is on the host;
     - RPC servers: as for `lossless`, with any pool, since each batch would send the whole text through the network.
     """
     remote = any(d.remote for d in memory)

@@ -304,8 +304,7 @@ class Pager:
     def reselect(self, scores: Scores, n_free: int, n_most: int | None = None) -> Plan:
         """Make the chunks with the highest scores resident. Returns the plan.
 
-        scores: (n,) float64; NaN: not a candidate.
-        n_free: blocks to leave free.
+        scores: (n,) float64; NaN: not a candidate. n_free: blocks to leave free.
         n_most: the most chunks to page in; None: no limit.
         """
         self.ledger.rate(scores)

@@ -304,7 +304,7 @@ class Selector:
 
 
 def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
-    """Return the scores, NaN for chunks that are not candidates, and the seconds they took.
+    """Return the scores (NaN for chunks that are not candidates) and the seconds they took.
 
     after: summaries to wait for first; the wait is not counted. Raises ScorerError, SnapshotError and Interrupted.
     """
