@@ -20,8 +20,8 @@ from pyllama_kvflash.pool.step import Part
 class KVFlash(KVSequence):
     """A model and its pool, with n_parallel sequences that share it. The engine itself is the first sequence.
 
-    Load an engine with from_file(). Engines are context managers. With `pool="off"`, or a pool that covers the context, an
-    engine runs on llama.cpp's full cache, for comparison.
+    Load an engine with from_file(). Engines are context managers. With `pool="off"`, or a pool that covers the context, an engine
+    runs on llama.cpp's full cache.
 
     notes: sentences about the pool and the placement of weights and KV. memory: each device's memory with a full context.
 
