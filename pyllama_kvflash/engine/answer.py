@@ -28,7 +28,7 @@ class Answer:
     def __init__(
         self, model: Model, max_tokens: int, n_ctx: int, stop: Sequence[str], preserved: Collection[int] = ()
     ) -> None:
-        """max_tokens: the answer's longest length; -1: no limit, 0: the prompt is only read. n_ctx: positions of the context.
+        """max_tokens: the most tokens of the answer; -1: no limit, 0: the prompt is only read. n_ctx: positions of the context.
         preserved: special tokens that are shown as text.
 
         Raises UsageError.
@@ -45,7 +45,7 @@ class Answer:
         self._shown: list[Token] = []
 
     def take(self, token: int, pos: int, probs: Probs | None = None) -> bool:
-        """Append a token, which will be decoded at pos. Returns whether the answer continues. probs: None if not asked for."""
+        """Append a token, which will be decoded at pos. Returns whether the answer continues. probs: None unless asked for."""
         self.token = None
         if self._model.is_eog(token):
             self.reason = "eos"
@@ -78,7 +78,7 @@ class Answer:
         return self._text.stop
 
     def go_on(self, tokens: Tokens, token: int) -> None:
-        """Continue an interrupted answer. tokens: (n,) int32, decoded so far. token: the one after them, not decoded yet.
+        """Continue an interrupted answer. tokens: (n,) int32, decoded so far. token: the next token, not decoded yet.
 
         If the interruption split a character, the character is shown once it is complete.
         """

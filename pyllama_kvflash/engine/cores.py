@@ -13,9 +13,9 @@ _LONG_S = 60.0  # seconds of work on a prompt before a warning is worthwhile
 
 
 class Cores:
-    """Watches the threads of a sequence's steps. With a GPU, or with one thread, it never warns.
+    """Watches the threads of a sequence's steps. Never warns with a GPU or with a single thread.
 
-    on_cpu: whether no layer is computed on a GPU.
+    on_cpu: whether all layers are computed on the CPU.
     """
 
     def __init__(self, options: Options) -> None:
@@ -31,7 +31,7 @@ class Cores:
         return self._look(self._steps) if self._steps and self._steps.due() else []
 
     def after_batch(self) -> list[Warn]:
-        """Return a warning if one is due and the prompt takes long. Looks after every batch, because a batch takes long."""
+        """Return a warning if one is due and the prompt takes long. Every batch counts, because batches take long."""
         return self._look(self._batches, _LONG_S) if self._batches and not self._batches.over else []
 
     def _look(self, watch: CoreWatch, *least: float) -> list[Warn]:

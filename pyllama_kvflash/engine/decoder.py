@@ -57,8 +57,8 @@ class Decoder:
 
     @property
     def _n_read(self) -> int:
-        """The largest batch of a prompt, in tokens. A full cache computes `n_ubatch` tokens at a time anyway. On a CPU, batches of
-        that size show progress early.
+        """The largest batch of a prompt, in tokens. With a full cache on a CPU it is `n_ubatch`: llama.cpp computes that many
+        tokens at a time anyway, and small batches show progress early.
         """
         soon = self.cores.on_cpu and not self.sequence.pager
         return min(self.n_batch, self._options.n_ubatch) if soon else self.n_batch
@@ -73,8 +73,8 @@ class Decoder:
         return self._opening is not None and not self.lossless
 
     def begin_answer(self, *, goes_on: bool) -> None:
-        """Begin an answer after the text in the context. goes_on: it continues an interrupted one, whose opening ends where it
-        would have ended.
+        """Begin an answer after the text in the context. goes_on: the answer continues an interrupted one, and its opening
+        ends where it would have ended without the interruption.
         """
         if not goes_on:
             self.sequence.opens_until = self.sequence.n_tokens + self._options.n_opening
@@ -113,7 +113,7 @@ class Decoder:
             raise UsageError(msg)
 
     def check_joins(self) -> None:
-        """Raise UsageError unless a token of the sequence can be decoded in one batch with those of others."""
+        """Raise UsageError unless a token of the sequence can be decoded in one batch with other sequences' tokens."""
         self.check_fits(1, self.sequence.n_tokens)
         if self.lossless and self.lossless_now:
             msg = "tokens of several sequences are decoded in one batch only through the pool: with `mode` lossless decode one"
@@ -150,7 +150,7 @@ class Decoder:
     #
 
     def decode(self, tokens: Tokens, outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch (n,) int32, then score and move chunks if the schedule says so. Returns the events.
+        """Decode one batch, then score and move chunks if the schedule says so. Returns the events. tokens: (n,) int32.
 
         A single token is decoded again if chunks with much of its attention were out. Raises the errors of advance().
         """
@@ -173,7 +173,7 @@ class Decoder:
             self.drafts.before(sequence.reads_exactly.ctx if exactly else sequence.ctx, sequence.n_tokens, n)
 
     def heard(self, tokens: Tokens, start: int, *, exactly: bool = False) -> None:
-        """Let the drafter read decoded tokens (n,) int32, except rejected ones. start: the position of the first."""
+        """Let the drafter read decoded tokens, except rejected ones. tokens: (n,) int32. start: the position of tokens[0]."""
         if self.drafts:
             sequence = self.sequence
             kept = tokens[: sequence.n_tokens - start]
@@ -203,7 +203,7 @@ class Decoder:
 
     @property
     def n_exact(self) -> int:
-        """How many positions, from the first on, stay if decoding becomes lossless. Later ones must be read again."""
+        """How many positions, from the first on, stay if decoding becomes lossless. Later positions must be read again."""
         return 0 if self.sequence.stateful else self.sequence.n_exact
 
     def be_lossless(self) -> None:
@@ -228,9 +228,9 @@ class Decoder:
         return events
 
     def missed(self, events: Sequence[Event]) -> bool:
-        """Return whether chunks with much of a token's attention were paged in only after its decode.
+        """Return whether chunks with much of a token's attention were paged in only after the token was decoded.
 
-        The token was decoded without them, and should be decoded again. events: those of its decode.
+        Such a token should be decoded again. events: the events of its decode.
         """
         selector = self.sequence.selector
         found = next((e for e in events if isinstance(e, Reselect)), None)
@@ -239,7 +239,7 @@ class Decoder:
     def again(self, events: Sequence[Event]) -> Iterator[Event]:
         """Decode the last token again, up to _ROUNDS times, while chunks with much of its attention were out.
 
-        events: those of its decode. Yields the events of the repeats.
+        events: the events of the token's decode. Yields the events of the repeats.
         """
         sequence, selector = self.sequence, self.sequence.selector
         for _ in range(_ROUNDS):
@@ -259,8 +259,8 @@ class Decoder:
     #
 
     def prefill(self, tokens: Tokens, marks: Sequence[int] = ()) -> Iterator[Event]:
-        """Decode tokens (n,) int32 in batches after the text in the context; the last token gets logits. marks: see
-        Checkpoints.stops. See KVSequence.prefill.
+        """Decode tokens in batches after the text in the context, as KVSequence.prefill() does. The last token gets logits.
+        tokens: (n,) int32. marks: see Checkpoints.stops().
         """
         sequence, n = self.sequence, len(tokens)
         self.check_fits(n, sequence.n_tokens)
@@ -298,7 +298,7 @@ class Decoder:
             yield Prefill(done, n, seconds, sequence.resident_bytes, sequence.host_bytes)
 
     def _read_exactly(self, tokens: Tokens, marks: Sequence[int]) -> Iterator[Event]:
-        """Decode tokens against all positions before them, then page in the chunks that the last ones attend to."""
+        """Decode tokens against all positions before them, then page in the chunks that the last tokens attend to."""
         sequence, n, done = self.sequence, len(tokens), 0
         reader, start = sequence.reads_exactly, sequence.n_tokens
         begin = time.perf_counter()
@@ -320,7 +320,7 @@ class Decoder:
                 yield Prefill(whole, n, seconds, sequence.resident_bytes, sequence.host_bytes, exact=True)
 
     def _settle_in(self, n_last: int) -> Iterator[Event]:
-        """After an exact pass, page in the chunks that the n_last tokens of its last batch attend to."""
+        """After an exact pass, page in the chunks that its last tokens attend to. n_last: tokens of its last batch."""
         sequence, selector = self.sequence, self.sequence.selector
         if paged := sequence.settle_in():
             yield paged
@@ -338,7 +338,7 @@ class Decoder:
         return ledger.n_resident < ledger.n_chunks or ledger.n_tokens + n > ledger.n_share * ledger.chunk
 
     def _n_replayed(self, n: int) -> int:
-        """Return how many of a prompt's n tokens, counted from its end, are decoded twice; 0 if all chunks are and stay resident."""
+        """Return how many tokens at the end of a prompt of n tokens are decoded twice; 0 if no scorer has to choose chunks."""
         o = self._options
         # a sliding window can be rolled back only over the tokens of one graph
         return min(o.replay, n, self.n_batch, o.n_ubatch, o.tail * o.chunk) if self._scorer_decides(n) else 0
@@ -346,12 +346,12 @@ class Decoder:
     def _scorer_decides(self, n: int) -> bool:
         """Return whether a scorer chooses chunks for n more tokens.
 
-        It does if a chunk is out, as after a rollback of a longer text, or if the text exceeds the sequence's share.
+        A scorer is needed once a chunk is out (as after a rollback of a longer text), or the text exceeds the sequence's share.
         """
         return self.sequence.selector is not None and self._is_too_long(n)
 
     def _tail(self, tokens: Tokens) -> Iterator[Event]:
-        """Decode the end of a prompt, choose chunks for it, and decode it again if any were paged in."""
+        """Decode the end of a prompt, choose chunks for it, and decode it again if chunks were paged in."""
         sequence, selector, start = self.sequence, self.sequence.selector, self.sequence.n_tokens
         if selector is None:
             msg = "there is no selector"
@@ -380,10 +380,10 @@ class Decoder:
 
 
 def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> list[tuple[Tokens, int]]:
-    """Cut tokens (n,) int32 into as few batches as possible, so that the tap keeps the queries of the last n_asking tokens.
+    """Cut tokens into as few batches as possible, so that the tap keeps the queries of the last n_asking tokens.
 
-    Returns each batch, with the number of its last tokens whose queries are needed. n_tap: the tap keeps the queries of the last
-    n_tap tokens of a graph. n_ubatch: tokens of a graph.
+    tokens: (n,) int32. n_tap: the tap keeps the queries of a graph's last n_tap tokens. n_ubatch: tokens of a graph. Returns
+    each batch, with the number of tokens at its end whose queries are needed.
     """
     n, n_most = len(tokens), min(n_tap, n_ubatch)
     n_first = (n_asking - 1) % n_most + 1
@@ -397,10 +397,10 @@ def asking_parts(tokens: Tokens, n_asking: int, n_tap: int, n_ubatch: int) -> li
 
 
 class Step:
-    """Tokens of one sequence that are decoded in one batch, perhaps with those of other sequences.
+    """Tokens of one sequence that are decoded in one batch, perhaps with other sequences' tokens.
 
-    start: the position of the first token. beside: work of the pool while the tokens are decoded exactly. goes_on: whether that
-    work continues after the batch; the pool then gets the tokens later.
+    start: the position of the first token. beside: the pool's work while the tokens are decoded exactly. goes_on: whether that
+    work continues after the batch; if so, the pool gets the tokens later.
     """
 
     def __init__(self, decoder: Decoder, part: Part) -> None:
@@ -417,7 +417,7 @@ class Step:
 def decode_each(steps: Sequence[Step], outputs: int = native.ALL) -> list[list[Event]]:
     """Decode tokens of several sequences in one batch, then score and move chunks as each schedule says.
 
-    Returns the events of each, in the same order. Decodes no token again. outputs: as for advance(). Raises the errors of
+    Returns each step's events, in the order of `steps`. Decodes no token again. outputs: as for advance(). Raises the errors of
     advance().
     """
     moved = _decode(steps, outputs)

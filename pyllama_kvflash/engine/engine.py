@@ -20,12 +20,12 @@ from pyllama_kvflash.pool.step import Part
 class KVFlash(KVSequence):
     """A model and its pool, with n_parallel sequences that share it. The engine itself is the first sequence.
 
-    Load one with from_file(). It is a context manager. Without a pool (`pool="off"`, or one that covers the context) it runs on
-    llama.cpp's full cache, the control.
+    Load an engine with from_file(). Engines are context managers. With `pool="off"`, or a pool that covers the context, an engine
+    runs on llama.cpp's full cache.
 
     notes: sentences about the pool and the placement of weights and KV. memory: each device's memory with a full context.
 
-    close() may be called from any thread at any time; later calls raise UsageError. An engine without references is closed, too.
+    close() may be called from any thread at any time; later calls raise UsageError. An engine that nothing refers to is closed.
     """
 
     @classmethod
@@ -64,8 +64,8 @@ class KVFlash(KVSequence):
         return (self, *self._others)
 
     def close(self) -> None:
-        """Free the context and the model, for all sequences. Waits for a call of another thread: a batch, or a token. Within a call
-        of this thread, as in a signal handler, it returns at once, and the engine is closed when that call ends.
+        """Free the context and the model, for all sequences. If another thread is in a call (a batch, or a token), wait for its
+        end. If this thread is in a call, as in a signal handler, return at once; the engine is then closed when that call ends.
         """
         self.guard.close()
 

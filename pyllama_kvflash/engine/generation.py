@@ -43,7 +43,7 @@ class Generation:
         whole: bool = False,
         marks: Sequence[int] = (),
     ) -> None:
-        """prompt: tokens (n,) int32 to read after the text in the context. If it is empty, the answer continues after the
+        """prompt: tokens (n,) int32 to read after the text in the context. With an empty prompt, the answer continues after the
         pending token, or from the logits of the last token. preserved: special tokens that are shown as text. whole: the prompt
         replaces the text in the context; their common prefix is not read again. marks: positions where the next prompt may
         diverge from this one, in ascending order; empty: unknown.
@@ -115,7 +115,7 @@ class Generation:
 
     @property
     def draft_stats(self) -> DraftStats | None:
-        """Counts of speculative decoding for this answer; None without it, and before the answer begins."""
+        """Counts of speculative decoding for the answer; None without drafts, and before the answer begins."""
         parts = [part.stats for part in (self.decoder.drafts, self.decoder.lossless) if part]
         return sum_stats(parts) if parts and self._began is not None else None
 
@@ -227,8 +227,8 @@ class Generation:
         """Decode the last token, perhaps with drafted ones, and sample the next. Raises InUseError, and the errors of
         Decoder.decode().
 
-        following: the generation that takes the next step. It may draft while this one's draft is verified. None, or this
-        generation itself: no other takes turns.
+        following: the generation that takes the next step. That generation may draft while this one's draft is verified. None, or
+        this generation itself: no other generation takes turns.
         """
         return self._claim.run(self._step, following)
 
@@ -353,7 +353,7 @@ def step_together(generations: Sequence[Generation]) -> list[list[Event]]:
     Returns the events of each, without text.
 
     Raises InUseError before anything is decoded if a generation has lost its sequence. Also raises the errors of decode_each().
-    After an error, an answer without a new token gets it in its next step.
+    After an error, each answer that lacks its new token gets it in its next step.
     """
     if not generations:
         return []

@@ -7,7 +7,7 @@ from pyllama_kvflash.text import n_common
 
 
 def keep_common(decoder: Decoder, tokens: Tokens) -> tuple[int, SnapshotError | None]:
-    """Keep only the common prefix of a sequence and a prompt (n,) int32. The prompt's last token is read anew, for logits.
+    """Keep only the common prefix of a sequence and a prompt. tokens: the prompt, (n,) int32, whose last token is always read.
 
     A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within that prefix.
 
@@ -29,7 +29,7 @@ def keep_common(decoder: Decoder, tokens: Tokens) -> tuple[int, SnapshotError | 
 
 
 def _go_back(decoder: Decoder, n_tokens: int) -> int:
-    """Roll back to n_tokens positions, or to the last checkpoint before. Returns the positions kept; 0: no checkpoint."""
+    """Roll back to n_tokens positions, or to the last checkpoint before that. Returns the positions kept; 0: no checkpoint."""
     try:
         decoder.rollback(n_tokens)
     except UnsupportedError:

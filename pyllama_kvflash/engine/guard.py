@@ -25,12 +25,12 @@ _EXIT_SECONDS = 30.0  # the longest wait for a call when Python exits; a call ma
 class Guard:
     """Lets one call at a time use an engine, and closes the engine between two calls.
 
-    It takes no lock, because Ctrl-C could leave it held: see native.noted().
+    The guard uses no lock, because Ctrl-C could leave a lock held: see native.noted().
     """
 
     def __init__(self, free: Callable[[], None], name: str) -> None:
-        """free: frees the engine. If Ctrl-C interrupts it, the next call does the rest. It must not refer to the guard. name: the
-        engine's, for errors.
+        """free: a function that frees the engine, and does not refer to the guard. If Ctrl-C interrupts it, the next call frees the
+        rest. name: the engine's name, for errors.
 
         When the guard is garbage-collected, the engine is freed, too. `free` keeps the engine's parts alive until then, because the
         garbage collector would free them in any order.
@@ -68,10 +68,10 @@ class Guard:
             raise UsageError(msg)
 
     def close(self, seconds: float | None = None) -> None:
-        """Free the engine, after waiting for a call of another thread. Harmless when called again.
+        """Free the engine. If another thread is in a call, wait for its end. Harmless when called again.
 
-        Within a call of this thread, as in a signal handler, it returns at once, and the engine is freed when that call ends.
-        seconds: the longest wait; None: until the call ends.
+        If this thread is in a call, as in a signal handler, return at once; the engine is then freed when that call ends.
+        seconds: the longest wait; None: until the other thread's call ends.
         """
         if os.getpid() != self._pid:
             return  # a forked process: the engine is its parent's

@@ -52,8 +52,8 @@ class Lossless:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether drafting continues during a check. It does not with a state, which can be rolled back only to the start of the last
-        check, nor with a scorer, which chooses chunks after each check.
+        """Whether drafting continues during a check. It needs streamed layers and no `n_fixed`. It is not possible with a scorer,
+        which chooses chunks after each check, or with a state, which can be rolled back only to the last check's start.
         """
         sequence = self._sequence
         return not (self._fixed or sequence.stateful or sequence.selector) and sequence.reads_exactly.streams
@@ -85,10 +85,10 @@ class Lossless:
     #
 
     def draft(self, token: int, left: int, sampler: Sampler) -> tuple[Tokens, list[Event]]:
-        """Draft tokens after `token`, the pending one: decode them through the pool, in a trial. left: how many may follow it.
+        """Draft tokens after the pending `token`: decode them through the pool, in a trial. left: how many tokens may follow.
 
-        sampler: a fork of it draws the tokens. Returns the draft, (n,) int32, and the moves. The draft may begin with tokens that
-        were drafted during the last check. Raises PoolError, HostMemoryError, Interrupted and NativeError.
+        sampler: the tokens are drawn by a fork of this sampler. Returns the draft, (n,) int32, and the moves. The draft may begin
+        with tokens that were drafted during the last check. Raises PoolError, HostMemoryError, Interrupted and NativeError.
         """
         sequence, begin, length = self._sequence, time.perf_counter(), self._length.next
         n = max(0, min(length.n, left, self._room - 1))
@@ -106,9 +106,9 @@ class Lossless:
         return np.array(self._drafted[: self._n_checked], np.int32), events
 
     def ahead(self, token: int, n: int, sampler: Sampler) -> Beside | None:
-        """Return a function that drafts up to n tokens while another sequence is checked, or None. draft() then continues from these.
+        """Return a function that drafts up to n tokens while another sequence is checked, or None. draft() then goes on from there.
 
-        The function does not draft for as long as the check takes, because the GPU's time for the draft is lost to the check.
+        The function stops at the usual draft length, even if the check takes longer, because drafting takes GPU time from the check.
         """
         length = self._length.next
         if not self._goes_on or min(n, length.n) < 1:
@@ -160,9 +160,9 @@ class Lossless:
         return drafts.guess(self._sequence.history, token, n) if drafts and n > 0 else _NO_TOKENS
 
     def _extend(self, enough: Callable[[], bool], guesses: Tokens = _NO_TOKENS, guessing_s: float = 0.0) -> None:
-        """Draft tokens one at a time until there are enough, or the text ends. guesses: tokens to verify in the first batch.
+        """Draft tokens one at a time until `enough` returns true, or the text ends.
 
-        guessing_s: seconds that drafting the guesses took.
+        guesses: tokens to verify in the first batch. guessing_s: seconds that drafting the guesses took.
         """
         sequence, sampler = self._sequence, self._sampler
         ctx = sequence.ctx
@@ -212,8 +212,8 @@ class Lossless:
         return min(-(-n // _PADDED) * _PADDED, n + to_chunk, self._room)
 
     def beside(self, left: int, other: Beside | None = None) -> Beside | None:
-        """Return the work to do while the draft is verified; None: nothing. other: another sequence's work, which comes first;
-        without it, this sequence drafts on. left: how many tokens may follow the pending one.
+        """Return the work to do while the draft is verified; None: nothing. other: another sequence's work, which is done
+        instead of drafting on for this sequence. left: how many tokens may follow the pending one.
         """
         sequence = self._sequence
         if not self._goes_on or not sequence.trying:
@@ -233,7 +233,7 @@ class Lossless:
     def accepted(self, n: int, following: int | None) -> bool:
         """Record that n tokens are accepted, the pending one included. following: the token after them; None: the text ends.
 
-        Returns whether the trial continues. It does not if a drafted token was rejected, the text ends, or its room is used up.
+        Returns whether the trial continues. It ends if a drafted token was rejected, the text ends, or the trial has no room left.
         """
         at, ahead = self._sequence.n_tokens + n, self._drafted[self._n_checked :]
         right = n == self._n_checked + 1 and ahead[:1] in ([], [following])

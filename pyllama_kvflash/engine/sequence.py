@@ -37,11 +37,11 @@ Prompt = str | bytes | Sequence[int] | Tokens
 class KVSequence:
     """One of KVFlash.sequences: up to n_ctx positions, of which the pool keeps some on the device.
 
-    seq: its number. model: its vocabulary and metadata. options: those of the engine. n_pool: cells of the pool, which all
-    sequences share; None: the full cache. warnings: sentences for the user.
+    seq: the sequence's number. model, options: the engine's. n_pool: cells of the pool, which all sequences share; None: the
+    full cache. warnings: sentences for the user.
 
-    Several threads may use it, one after the other: a call during another thread's call raises InUseError. If another call takes
-    or changes the sequence, a generate() or prefill() under way raises InUseError at its next step, and changes nothing.
+    Several threads may use a sequence, one after the other: a call during another thread's call raises InUseError. If another call
+    takes or changes the sequence, a generate() or prefill() under way raises InUseError at its next step, and changes nothing.
     """
 
     def __init__(self, loaded: Loaded, guard: Guard, seq: int = 0) -> None:
@@ -76,24 +76,24 @@ class KVSequence:
     ) -> Iterator[Event]:
         """Read a prompt and produce up to max_tokens tokens (-1: until the context is full; 0: only read). Yields typed events.
 
-        prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. It replaces the sequence's text.
-        Their common prefix stays and is not read again: a second question about the same text reads only the question.
-        `Stats.n_prompt` counts the tokens read: at least one, since the last one gives logits. The whole prompt is read if only BOS
-        is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the prefix (see
-        rollback()). Without a checkpoint, the whole prompt is read. Call clear() first to read everything anew.
+        prompt: text (BOS is added as the model's metadata says), or token ids, taken as they are. The prompt replaces the
+        sequence's text. The common prefix of both stays and is not read again, so a second question about a text costs only its own
+        tokens. `Stats.n_prompt` counts the tokens read: at least one, since the last token gives logits. The whole prompt is read
+        if only BOS is common. A recurrent state, or an overwritten sliding window, is rolled back to the last checkpoint within the
+        prefix (see rollback()). Without a checkpoint, the whole prompt is read. Call clear() first to read everything anew.
 
         The prefix stays as it was computed. Batches then begin at other positions than in a fresh prompt, so logits may differ by
-        rounding. Tokens of an earlier answer in the prefix, as in a chat, were decoded through the pool. With `prefill` "pool", so
-        was the whole prefix: it attended to chunks chosen for the earlier prompt. If decoding has become lossless
-        (`min_agreement`), it remains so while part of the text stays.
+        rounding. Tokens of an earlier answer in the prefix, as in a chat, were decoded through the pool. With `prefill` "pool",
+        the whole prefix was decoded so, and attended to chunks chosen for the earlier prompt. If decoding has become lossless
+        (`min_agreement`), decoding remains lossless while part of the text stays.
 
         append: keep the context and the last token produced, and read the prompt after them. With an empty prompt, the answer
-        continues as if it had not been interrupted. A character that was cut in two comes with the following text.
-        stop: strings that end the text and are not shown. The generator takes the sequence, and begins, when its first event is
+        continues as if it had not been interrupted. A character that the interruption cut in two comes with the following text.
+        stop: strings that end the text and are not shown. The generator begins, and takes the sequence, when its first event is
         requested.
 
         Raises UsageError (the prompt is empty, too long, not Unicode text or not in the vocabulary; max_tokens, stop or
-        sampling is invalid), and HostMemoryError if the prompt exceeds `host_limit`; the sequence is then unchanged. Also raises
+        sampling is invalid), and HostMemoryError if the prompt exceeds `host_limit`; both leave the sequence unchanged. Also raises
         InUseError, PoolError, HostMemoryError and NativeError.
         """
         yield from self._run(prompt, sampling, append=append, max_tokens=max_tokens, stop=stop)
@@ -120,8 +120,8 @@ class KVSequence:
         """Answer a conversation, with the model's chat template. Yields the events of generate().
 
         messages: in OpenAI's form, `{"role": "user", "content": "..."}`; roles are system, user and assistant. If the last message
-        is the assistant's, the answer continues it. Give all messages each time: only new text is read (see generate()).
-        The answer is not added to them. max_tokens, sampling, stop: as for generate(). template: Jinja source that replaces the
+        is the assistant's, the answer continues it. Give all messages each time: only new text is read (see generate()). The
+        answer is not added to `messages`. max_tokens, sampling, stop: as for generate(). template: Jinja source that replaces the
         model's own. Without any template, messages become lines "role: text", the start of the next such line ends the answer, and
         a Warn says so.
 
@@ -167,7 +167,7 @@ class KVSequence:
         )
 
     def prefill(self, tokens: Sequence[int] | Tokens) -> Iterator[Event]:
-        """Decode tokens (n,) in batches after the text in the context; the last token gets logits.
+        """Decode tokens in batches after the text in the context. The last token gets logits. tokens: (n,).
 
         Chooses chunks anew for the last tokens, which are then decoded again (tail replay). Yields Paged, Reselect, Warn and
         Prefill. Raises the errors of generate().
@@ -182,11 +182,11 @@ class KVSequence:
 
     @guarded
     def decode(self, tokens: Sequence[int] | Tokens, outputs: int = native.LAST) -> list[Event]:
-        """Decode one batch (n,), at most n_batch tokens, after the text in the context. Then score and move chunks as scheduled.
+        """Decode one batch after the text in the context. Then score and move chunks as scheduled.
 
-        outputs: which tokens get logits (native.NONE, LAST, ALL). Returns the events: Paged, Reselect, Warn. Raises UsageError
-        (the context is full, a token is not in the vocabulary), InUseError, PoolError, HostMemoryError, Interrupted and
-        NativeError; the sequence is then unchanged.
+        tokens: (n,), at most n_batch. outputs: which tokens get logits (native.NONE, LAST, ALL). Returns the events: Paged,
+        Reselect, Warn. Raises UsageError (the context is full, a token is not in the vocabulary), InUseError, PoolError,
+        HostMemoryError, Interrupted and NativeError; the sequence is then unchanged.
         """
         ids = self.model.ids(tokens)
         self._claimed(len(ids))
@@ -200,12 +200,12 @@ class KVSequence:
 
     @guarded
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions. Pages in their last chunks if these are out.
+        """Keep the first n_tokens positions. If the last chunks of the text that is kept are out, they are paged in.
 
         logits() is out of date until the next decode. A recurrent state, or an overwritten sliding window, can be rolled back only
-        to a checkpoint: UnsupportedError names the last one before n_tokens. A checkpoint is a copy in host memory, of which
-        `checkpoint_limit` bytes are kept. Checkpoints are made at the starts of a conversation's messages, before the end of other
-        prompts, and every 4,096 tokens. keep_common() finds the best one.
+        to a checkpoint; UnsupportedError names the last checkpoint before n_tokens. Checkpoints are copies in host memory, at most
+        `checkpoint_limit` bytes in all. They are made at the starts of a conversation's messages, before the end of other prompts,
+        and every 4,096 tokens. keep_common() finds the best one.
         """
         self.sequence.check_kept(n_tokens)
         self.decoder.claim()
@@ -213,8 +213,8 @@ class KVSequence:
 
     @guarded
     def keep_common(self, tokens: Sequence[int] | Tokens) -> int:
-        """Keep only the common prefix with a prompt (n,), without the prompt's last token, as generate() does. Returns the number of
-        positions kept. They end at a checkpoint if the model's memory can be rolled back only to one.
+        """Keep only the common prefix with a prompt, as generate() does. Returns the number of positions kept. They end at a
+        checkpoint if the model's memory can be rolled back only to one. tokens: the prompt, (n,); its last token is never kept.
         """
         ids = self.model.ids(tokens)
         self.decoder.claim()
@@ -222,23 +222,23 @@ class KVSequence:
 
     @guarded
     def expect(self, n_tokens: int) -> None:
-        """Announce n_tokens more tokens, so that threads allocate host memory for their chunks and no decode waits for it. Optional.
-        Raises HostMemoryError if they exceed `host_limit`.
+        """Announce n_tokens more tokens. Threads then allocate host memory for the chunks, and no decode waits for memory. Optional.
+        Raises HostMemoryError if the chunks exceed `host_limit`.
         """
         if self.sequence.pager:
             self.sequence.pager.expect(n_tokens)
 
     @guarded
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return a copy of the logits (n_vocab,) float32 of token i of the last batch; -1: of this sequence's last token.
+        """Return a copy of a token's logits, (n_vocab,) float32. i: its index in the last batch; -1: this sequence's last token.
 
-        They are not checked: damaged weights or an f16 overflow give NaN, for which generate() raises BadLogitsError.
+        The logits are not checked: damaged weights or an f16 overflow give NaN, for which generate() raises BadLogitsError.
         """
         return self.ctx.logits(i)
 
     @guarded
     def stats(self, /, **counts: Any) -> Stats:
-        """Return current memory and page traffic. counts: other fields of Stats, such as n_prompt; 0 if not given."""
+        """Return current memory and page traffic. counts: other fields of Stats, such as n_prompt; fields not given are 0."""
         return stats_of(self._loaded, self.sequence, checkpoint_bytes=self.decoder.checkpoints.n_bytes, **counts)
 
     @property
@@ -312,7 +312,7 @@ class KVSequence:
 
     @property
     def policy(self) -> str:
-        """The name of the current scorer; without one, "fresh" (each layer chooses) or "lru"; "full" without a pool."""
+        """The current scorer's name; if there is no scorer, "fresh" (each layer chooses) or "lru", and "full" without a pool."""
         if self.sequence.pager is None:
             return "full"
         if (guests := self.sequence.pager.guests) and guests.chooses:
@@ -326,7 +326,7 @@ class KVSequence:
 
     @guarded
     def use(self, scorer: Scorer) -> None:
-        """Replace the scorer, on the same layers. The new one's summaries are made from the stored records.
+        """Replace the scorer. The new scorer rates the same layers; its summaries are made from the stored records.
 
         Raises UsageError (there was no scorer: lru, full cache), UnsupportedError and HostMemoryError.
         """
@@ -342,7 +342,7 @@ class KVSequence:
 
     @guarded
     def reselect(self) -> Reselect | None:
-        """Score all chunks with the last token's queries, and page in the best. None: no chunk is out, or no scorer."""
+        """Score all chunks with the last token's queries, and page in the best. None: no chunk is out, or there is no scorer."""
         if self.sequence.selector is None or not self.sequence.selector.needed:
             return None
         events = list(self.sequence.reselect_now("decode", [self.sequence.queries()]))
@@ -379,12 +379,12 @@ class KVSequence:
 
     @guarded
     def page_in(self, chunk: int) -> None:
-        """Page in a chunk, in place of the coldest one. Harmless if it is resident. Raises PoolError."""
+        """Page in a chunk, in place of the coldest one. Harmless if the chunk is already resident. Raises PoolError."""
         self.sequence.page_in(chunk)
 
     @guarded
     def page_out(self, chunk: int) -> None:
-        """Evict a chunk; its record stays in the host store. Raises PoolError if it is protected."""
+        """Evict a chunk; its record stays in the host store. Raises PoolError if the chunk is protected."""
         self.sequence.page_out(chunk)
 
     @guarded
@@ -399,7 +399,7 @@ class KVSequence:
     @property
     @guarded
     def identity(self) -> Identity:
-        """The identity that a snapshot needs to be restored here. Raises UsageError without a pool."""
+        """The identity that snapshots must match to be restored here. Raises UsageError without a pool."""
         return self._saved.identity
 
     @property
@@ -411,7 +411,7 @@ class KVSequence:
     def save(self, path: str | Path, n_tokens: int | None = None, on_record: OnRecord | None = None) -> int:
         """Write a snapshot of the first n_tokens positions (None: all). Returns its size in bytes.
 
-        The file is written under another name and renamed once it is complete. n_tokens: a multiple of the chunk; with a
+        The file is written under another name and renamed once it is complete. n_tokens: a multiple of `chunk`; with a
         recurrent state or a sliding window, one of `checkpoints`. on_record: called with (records written, records in all).
 
         Raises UsageError (nothing to save, no pool, a wrong n_tokens, a file of a model in use) and SnapshotError (the
@@ -421,7 +421,7 @@ class KVSequence:
 
     @guarded
     def capture(self, n_tokens: int | None = None) -> Capture:
-        """Capture the sequence as save() would write it now, to write it later or in a thread. Raises UsageError.
+        """Capture what save() would write now, to write it later or in a thread. Raises UsageError.
 
         The capture keeps the records, and can be written even after close().
         """
@@ -429,12 +429,12 @@ class KVSequence:
 
     @guarded
     def restore(self, snapshot: str | Path | SnapshotFile, prompt: Sequence[int] | Tokens | None = None) -> int:
-        """Replace the sequence by a snapshot. prompt: restore only the common prefix with these tokens (n,), without the last one.
+        """Replace the sequence by a snapshot. prompt: (n,); only the common prefix of the snapshot and prompt[:-1] is restored.
 
         Returns the number of positions. Read the rest with generate(..., append=True), or give generate() the whole prompt. With
         append and an empty prompt, the answer continues after the last token produced. Nothing is computed; records are read when
         needed. In a pool of the same size that no other sequence shares, the sequence is restored exactly. Elsewhere the hottest
-        chunks are paged in; with policy "fresh", each layer chooses at the first token.
+        chunks are paged in; with policy "fresh", each layer chooses its own chunks when the next token is decoded.
 
         Raises SnapshotError, with the reason, if the snapshot is damaged, or belongs to another model, cache or text; the
         sequence is then empty. A record is checked when it is first used: if it is damaged, generate() reads the text anew,

@@ -51,7 +51,7 @@ class DraftedStep(PlainStep):
         self.writer.accept(self.part, self._n_guessed)
 
     def report(self, seconds: float) -> None:
-        """Report to the drafter how many guesses were accepted. seconds: of the step, without drafting."""
+        """Report to the drafter how many guesses were accepted. seconds: the time of the step, without drafting."""
         drafts, n_right = self.decoder.drafts, self.decoder.sequence.n_tokens - self.start - 1
         if drafts:
             width, guessing_s = len(self.part.tokens), self._guessing_s
@@ -101,7 +101,7 @@ class LosslessStep(Step):
 def take(steps: Sequence[PlainStep]) -> list[list[Event]]:
     """Take one step of each of several answers, in one batch. Returns the events of each, without text.
 
-    Raises the errors of decode_each(). After an error, an answer without a new token gets it in the next step.
+    Raises the errors of decode_each(). After an error, each answer that lacks its new token gets it in its next step.
     """
     begin = time.perf_counter()
     happened = decode_each(steps)

@@ -29,14 +29,14 @@ class Writer:
         return self.answer.token
 
     def write(self) -> None:
-        """Sample the next token from the last one's logits. Call this before the next batch, which overwrites the logits."""
+        """Sample the next token from the last token's logits. Call this before the next batch, which overwrites the logits."""
         sequence = self.decoder.sequence
         self._sample(sequence.n_tokens - 1, -1)
         sequence.pending = self.answer.token
 
     def accept(self, part: Part, n_guessed: int) -> None:
-        """Sample a token after each token of a decoded draft, until it differs from the draft's next token. Sets `part.accepted`
-        after each one, so that it is right even if this call is cut off.
+        """Sample a token after each token of a decoded draft, until one differs from the draft's next token. Sets
+        `part.accepted` after each sample, so that its value is right even if this call is cut off.
 
         n_guessed: how many tokens of the part are drafted. Before them comes the answer's last token, after them padding.
         """

@@ -9,7 +9,7 @@ class Checks:
     """Plans checks of `n` tokens, and averages their results. The caller owns the clock.
 
     The first check is due at once, so that short answers have a result, too. Its cost is still unknown, but the prompt has usually
-    taken much longer. A later check is due when all checks, including this one, take at most `share` of the time.
+    taken much longer. A later check is due once all checks, including the due one, take at most `share` of the time.
     """
 
     def __init__(self, share: float, n: int) -> None:
@@ -28,7 +28,7 @@ class Checks:
 
     @property
     def agreement(self) -> float | None:
-        """The share of tokens in the last checks that equal the full cache's, 0 to 1; None before the first check."""
+        """The share of the last checks' tokens that equal the full cache's, 0 to 1; None before the first check."""
         return sum(self._recent) / len(self._recent) if self._recent else None
 
     def passed(self, seconds: float) -> None:
@@ -40,7 +40,7 @@ class Checks:
         self._spent_s += seconds
 
     def checked(self, seconds: float, n_agreed: int) -> None:
-        """Record a check that took `seconds`. n_agreed: tokens of it that equal the full cache's."""
+        """Record a check that took `seconds`. n_agreed: how many of its tokens equal the full cache's."""
         self._elapsed_s += seconds
         self._spent_s += seconds
         self._check_s = seconds

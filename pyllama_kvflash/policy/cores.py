@@ -24,8 +24,8 @@ class CoreWatch:
     def look(self, times: tuple[float, float] | None, least: float = _LEAST_S) -> float | None:
         """Return the share of time that threads waited since the last look, if it is large, and only once; otherwise None.
 
-        times: total seconds that this process's threads worked, and that they waited for a core; None: unknown. least: a sum of both
-        since the last look below this does not count.
+        times: total seconds that this process's threads worked, and that they waited for a core; None: unknown. least: with fewer
+        seconds of both together since the last look, there is no result yet.
         """
         if times is None:
             self.over = True

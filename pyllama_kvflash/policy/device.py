@@ -30,14 +30,14 @@ def mib(n: int) -> str:
 class DeviceBytes:
     """A device, and the bytes of an engine there, with a full context.
 
-    remote: it is on an RPC server, so that copies go through a network.
-    free: free bytes before those below are allocated.
-    token_bytes: KV of one token in what is being sized: a pool, a full cache, or panes.
+    remote: whether the device is on an RPC server, so that copies go through a network.
+    free: free bytes before the bytes below are allocated.
+    token_bytes: KV of one token in the pool, full cache or panes that are being sized.
     kv: the full-attention cache: the pool, or the full cache.
     coarse: codes of all positions, with a GPU's buffers for attending to them.
     states: sliding windows and recurrent states.
     panes: layers of an exact pass.
-    buffers: compute buffers as allocated; the host touches only a part of its own.
+    buffers: compute buffers as allocated; of those on the host, only a part is touched.
     drafter: all memory of a draft model.
     records: records of chunks, in host memory. checkpoints: copies of states, in host memory.
     program: Python and its libraries, or the GPU's driver.
@@ -90,5 +90,5 @@ class DeviceBytes:
         return self.half // self.token_bytes
 
     def __add__(self, other: "DeviceBytes") -> Self:
-        """Return this device with the bytes of both."""
+        """Return this device with the other's bytes added, purpose by purpose."""
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in PURPOSES})

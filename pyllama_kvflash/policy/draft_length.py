@@ -9,8 +9,8 @@ from pyllama_kvflash.policy.lookahead import Length, Lookahead
 class DraftLength:
     """Chooses the length of the next draft. The caller owns the clock, and reports each step.
 
-    A gate decides whether to draft at all. It suits a drafter that may never be right, because failed tries cost next to nothing.
-    The lookahead chooses among the lengths by measurement. Without a gate, 0 may be one of the lengths.
+    A gate decides whether to draft at all. A gate suits a drafter that may never be right, because failed tries cost next to
+    nothing. The lookahead chooses among the lengths by measurement. Without a gate, 0 may be one of the lengths.
     """
 
     def __init__(self, lengths: Sequence[int], gate: Gate | None = None) -> None:

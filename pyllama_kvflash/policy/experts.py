@@ -16,12 +16,12 @@ weights there, 2 ms a layer.
 
 @dataclass(frozen=True, slots=True)
 class Holding(DeviceBytes):
-    """A device and its part of the model. The other fields of DeviceBytes count neither the weights that may stay on the host nor a
-    pool. Sizes are in bytes.
+    """A device and its part of the model. Sizes are in bytes. The fields inherited from DeviceBytes, except `free`, count neither a
+    pool nor the weights that may stay on the host.
 
     free: free memory before the model is loaded.
     experts: experts of each layer of the model in order, 0 for a layer on another device; in a dense model, feed-forward weights.
-    copy: the largest tensor among the experts. A prompt batch copies it here if it lies on the host.
+    copy: the largest tensor among the experts. If it lies on the host, a prompt batch copies it to this device.
     token_compute: growth of the compute buffers with each token of KV, for its attention mask.
     dense: whether the model is dense.
     reserve: bytes that stay free.
@@ -39,7 +39,7 @@ class Holding(DeviceBytes):
         return "feed-forward weights" if self.dense else "experts"
 
     def need(self, n_host: int, tokens: int) -> int:
-        """Return the bytes with `tokens` tokens of KV and the experts of the first n_host layers on the host, reserve included."""
+        """Return the bytes needed for `tokens` tokens of KV, reserve included, with the first n_host layers' experts on the host."""
         return sum(self.terms(n_host, tokens).values())
 
     def terms(self, n_host: int, tokens: int) -> dict[str, int]:
@@ -61,8 +61,8 @@ class Holding(DeviceBytes):
 class Placement:
     """The result of place_experts().
 
-    n_cpu_moe: the number of layers, from the first on, whose experts stay on the host. dense: the model is dense, so these are
-        feed-forward weights.
+    n_cpu_moe: the number of layers, from the first on, whose experts stay on the host.
+    dense: whether the model is dense, so that these are its feed-forward weights.
     pool: the pool to request now: "auto", "off" or tokens.
     redundant: True if the full cache fits beside all experts.
     fits: False if no pool fits, even with all experts on the host.
@@ -100,10 +100,10 @@ def place_experts(
 
     An automatic pool depends on the memory that experts leave, and automatic experts depend on the pool. To break this
     circle, the experts make room for a pool of cap tokens (at most the context, at least the floor), and that becomes
-    the pool. If it does not fit even with all experts on the host, the pool stays "auto" and is sized from the rest.
+    the pool. If that pool does not fit even with all experts on the host, the pool stays "auto" and is sized from the rest.
 
-    If the full cache fits beside all experts, an automatic pool is redundant and is turned off. If it fits only with
-    some experts on the host, the pool stays, because it keeps those experts on the GPU.
+    If the full cache fits beside all experts, an automatic pool is redundant and is turned off. If the full cache fits only
+    with some experts on the host, the pool stays, because it keeps those experts on the GPU.
     """
     n_layer = max(len(h.experts) for h in holdings)
     gpus = [h for h in holdings if h.gpu and any(h.experts)]
@@ -167,7 +167,7 @@ def _fit(gpus: Sequence[Holding], n_host: int, tokens: int) -> bool:
 
 
 def _fewest(gpus: Sequence[Holding], n_layer: int, tokens: int) -> int | None:
-    """Return the fewest layers whose experts must stay on the host, or None if even all are not enough."""
+    """Return the least number of layers whose experts must stay on the host; None if even all layers are not enough."""
     return next((n for n in range(n_layer + 1) if _fit(gpus, n, tokens)), None)
 
 

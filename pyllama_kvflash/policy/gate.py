@@ -2,7 +2,7 @@
 
 A drafted step commits the accepted tokens and one more, and takes longer than a plain step. Its worth is (tokens
 committed x seconds of a plain step) / seconds of a drafted step, all three as moving averages. The plain step right
-after a drafted one takes longer, because the graph changes; this is charged to the drafted step.
+after a drafted one takes longer, because the graph changes; the extra time is charged to drafting.
 """
 
 import math
@@ -129,7 +129,7 @@ class Gate:
 
 
 def _time(before: float | None, now: float, n: int) -> float:
-    """Return the average with the n-th time added; for the first few, the minimum, since single times may be slow by chance."""
+    """Return the average with the n-th time added; for the first few times, the minimum, since a single time may be slow by chance."""
     if n == 1 or not before:
         return now
     return min(before, now) if n <= _FIRST else before + _TIMES * (min(now, _SPIKE * before) - before)

@@ -33,22 +33,22 @@ class Blocks:
 
     @property
     def n_spare(self) -> int:
-        """Blocks available to new trials: all but those of trials under way, of each sequence's protected chunks (present and future),
-        and one for each sequence's next chunk.
+        """Blocks available to new trials. Not available are the blocks of trials under way, the blocks of each sequence's protected
+        chunks (present and future), and one block for each sequence's next chunk.
         """
         kept = (max(int(np.count_nonzero(each.protected())), each.n_sinks + each.n_tail) for each in self.ledgers)
         return self.n - sum(kept) - sum(each.n_tried + 1 for each in self.ledgers)
 
 
 class Ledger:
-    """The chunks of one sequence, and the blocks they fill. It owns no bytes: the engine moves them, and reports here.
+    """The chunks of one sequence, and the blocks they fill. A ledger owns no bytes: the engine moves the bytes, and reports here.
 
     Positions 0 .. n_tokens - 1 are written, in chunks of `chunk` positions; the last chunk may be partly filled. A
     chunk is *sealed* when all its positions are written. Every step checks these rules (LedgerError):
 
     - only a sealed chunk with a stored record is evicted, and never a protected one;
     - the chunk being written is resident;
-    - free + resident + guests + a trial's == blocks.n, always, over all sequences that share the blocks.
+    - the blocks that are free, resident, guests' or a trial's always add up to blocks.n, over all sequences that share them.
 
     The first `n_sinks` chunks, the last `n_tail`, pinned chunks and unsealed ones are protected.
     """
@@ -131,7 +131,7 @@ class Ledger:
 
     @property
     def resident(self) -> Mask:
-        """A copy of the mask of chunks in the pool, (n_chunks,) bool. The others are in the host store only."""
+        """A copy of the mask of chunks in the pool, (n_chunks,) bool. Other chunks are in the host store only."""
         return self._resident.copy()
 
     @property
@@ -160,7 +160,7 @@ class Ledger:
         return heat
 
     def candidates(self) -> Mask:
-        """Return the mask of chunks, resident or out, that compete for the blocks not taken by protected ones, (n_chunks,) bool."""
+        """Return the mask (n_chunks,) bool of chunks, resident or out, that compete for the blocks that protected chunks leave."""
         mask: Mask = self._stored & ~self.protected()
         return mask
 
@@ -242,7 +242,7 @@ class Ledger:
         """Record that n_tokens more positions were computed outside the pool.
 
         Full chunks are out from now on, and have records. A partly filled last chunk is resident. It takes the block of the chunk
-        that was being written before, or a free one.
+        that was being written before, or a free block.
         """
         end, first = self.n_tokens + n_tokens, self.n_sealed
         n_full = end // self.chunk

@@ -1,16 +1,16 @@
 """Choose how many tokens to draft before a check, from measured acceptance and times.
 
-A round drafts n tokens, and verifies them and the token before them in one batch. If each is accepted with probability a, it
-commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192, equation 1). Its time is n times that
-of a drafted token, plus that of checking n + 1 tokens. The time of a check is a line in the number of tokens, fitted to the checks
-so far.
+A round drafts n tokens, and verifies them and the token before them in one batch. If each drafted token is accepted with
+probability a, the round commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192, equation 1).
+A round takes n times the time of drafting a token, plus the time of checking n + 1 tokens. The latter is a line in the number of
+tokens, fitted to the checks so far.
 
 If k tokens are drafted during a check that accepts everything, they begin the next draft, and cost no time. A run of such rounds
-ends with a rejected token, after 1 / (1 - a) tokens on average. After its first check it has a^(n+1) / (1 - a^m) more checks on
+ends with a rejected token, after 1 / (1 - a) tokens on average. After its first check, a run has a^(n+1) / (1 - a^m) more checks on
 average, of m = max(n, k) tokens each.
 
-Tokens differ in confidence. A draft continues until the probability that all of it is accepted falls to that of n average tokens.
-So a draft of confident tokens is longer than n, and an unsure token ends it early.
+Tokens differ in confidence. A draft continues until the probability that all of it is accepted falls to the one for n average
+tokens. So a draft of confident tokens is longer than n, and an unsure token ends it early.
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ class Lookahead:
 
     @property
     def _tried_next(self) -> int | None:
-        """A number to try next, to keep the line and the acceptance current; None: no trial is due."""
+        """A number of tokens to try next, to keep the line and the acceptance up to date; None: no trial is due."""
         choices, middle, last = self.choices, self.choices[len(self.choices) // 2], self.choices[-1]
         first = (middle, last if last > middle else choices[0])  # a line needs two points
         if self._n_rounds < len(first):
@@ -143,7 +143,7 @@ class Lookahead:
     ) -> None:
         """Record a round: n_right of n_drafted tokens, drafted in draft_s seconds, were accepted.
 
-        draft_s 0: they were drafted during the last check. check_s: seconds of the check. width: tokens of its batch; 0:
+        draft_s 0: the tokens were drafted during the last check. check_s: seconds of the check. width: tokens of its batch; 0:
         n_drafted + 1. tops: as for all_right().
         """
         self._n_rounds += 1

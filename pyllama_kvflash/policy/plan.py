@@ -15,8 +15,8 @@ _GUESTS = -1  # a guest block, in a list of chunks
 class Plan:
     """Chunks to drop, coldest first, and chunks to page in, in order. A plan is applied as a whole, drops first.
 
-    taken: chunks that other sequences give up for it, as (index in Blocks.ledgers, chunks).
-    guests: numbers of guest blocks given up for it, as (index in Blocks.ledgers, blocks).
+    taken: chunks that other sequences give up for this plan, as (index in Blocks.ledgers, chunks).
+    guests: numbers of guest blocks given up for this plan, as (index in Blocks.ledgers, blocks).
     """
 
     drops: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ def bring_in(ledger: Ledger, chunks: Sequence[int]) -> Plan:
 def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
     """Plan to make the hottest candidates resident, and to leave n_free blocks free for new chunks.
 
-    n_most: how many chunks to page in at most: the hottest, in place of the coldest resident ones. None: no limit.
+    n_most: the most chunks to page in (the hottest, in place of the coldest resident ones). None: no limit.
 
     The hottest page-ins come first. Protected chunks stay, and no more chunks are dropped than needed. If the pool has no
     room for any candidate, nothing moves.
@@ -67,13 +67,13 @@ def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
 
 
 def room_for_candidates(ledger: Ledger, n_free: int) -> int:
-    """Return the number of blocks for candidates: all blocks except n_free and those of other chunks. It can be negative."""
+    """Return the number of blocks for candidates: all blocks except n_free and those of other chunks. May be negative."""
     kept = ledger.resident & ~ledger.candidates()
     return ledger.n_block - n_free - int(np.count_nonzero(kept))
 
 
 def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
-    """Plan the drops that free n blocks for `ledger`, one at a time.
+    """Plan, one at a time, the drops that free n blocks for `ledger`.
 
     Each time, the sequence that holds the most blocks drops its coldest evictable chunk, or else a guest block. `ledger` counts as
     holding n more, and drops first in a tie. So each sequence is sure of an equal share, and may use blocks that others do not need.

@@ -29,18 +29,18 @@ SELDOM = 2
 
 
 class Schedule:
-    """Starts a scoring every tau tokens, or every tau times a power of two if it would otherwise exceed `share` of the decode time.
+    """Starts a scoring every tau tokens, or every tau * 2^k if scoring would otherwise exceed `share` of the decode time.
 
     A scoring either ends within the token, so that the next token attends to the chosen chunks, or runs beside decode
-    and is applied `lag` tokens later. If both are possible and a device decodes meanwhile (`free`), it runs beside
-    decode if scoring within the token would be too seldom, or if its cost is unknown.
+    and is applied `lag` tokens later. If both are possible and a device decodes meanwhile (`free`), scoring runs beside
+    decode while its cost is unknown, or if scoring within the token would be too seldom.
 
     Costs are measured, and the caller owns the clock. Because of the powers of two, small noise in the costs does not
     change the steps at which the pool changes: the same seed gives the same text unless a cost crosses a power of two.
     """
 
     def __init__(self, tau: int = 2, share: float = 0.03, *, within: bool = False, free: bool = True) -> None:
-        """within: scoring may end within the token. free: scoring beside decode takes no time from it."""
+        """within: whether scoring may end within the token. free: whether scoring beside decode takes no time from decode."""
         self.tau = tau
         self.share = share
         self.within = within
@@ -86,15 +86,15 @@ class Schedule:
     def lag(self) -> int:
         """Tokens from the start of a scoring to the step at which its plan is applied.
 
-        It is counted in tokens, not in seconds, so that the same seed gives the same text. If a device decodes, it is the
-        smallest lag with which nothing waits for the scoring.
+        The lag is counted in tokens, not in seconds, so that the same seed gives the same text. If a device decodes, the lag is
+        the smallest power of two with which nothing waits for the scoring.
         """
         if not self.beside:
             return 0
         return self._behind() if self.free else max(1, self.interval // 4)
 
     def _behind(self) -> int:
-        """Return the smallest power of two whose number of tokens takes at least half a token longer than a scoring."""
+        """Return the smallest power of two n such that n tokens take at least half a token's time longer than a scoring."""
         score_s, step_s = min((score for score, _, _ in self._costs), default=0.0), self._step_s
         if not step_s or not self.share:
             return 1
@@ -111,7 +111,7 @@ class Schedule:
         return self._n
 
     def resume(self, saved: Scoring) -> None:
-        """Continue from a saved schedule. Its measurements count only if this one has none."""
+        """Continue from a saved schedule. The saved measurements count only if this schedule has none."""
         self._n = saved.n_since
         self._begun = saved.scores is not None or saved.queries is not None
         if saved.cost_s and not self._costs:
@@ -127,7 +127,7 @@ class Schedule:
         self._step_s = each if self._step_s is None else 0.9 * self._step_s + 0.1 * each
 
     def scored(self, score_s: float, apply_s: float, copy_s: float = 0.0) -> None:
-        """Record the seconds of a reselect: of scoring, and of changing the pool.
+        """Record a reselect. score_s: seconds of scoring. apply_s: seconds of changing the pool.
 
         copy_s: seconds of device copies, for which scoring within the token would wait.
         """
@@ -148,7 +148,7 @@ class Schedule:
         return True
 
     def n_until(self, *, due: bool) -> int:
-        """Return the number of tokens until begin() returns true (or apply(), if scores are `due`); at least 1."""
+        """Return the number of tokens, at least 1, until begin() returns true (if scores are `due`: until apply() does)."""
         return max(1, (self.lag if due else self.interval) - self._n)
 
     def apply(self) -> bool:

@@ -24,15 +24,15 @@ class Products(Protocol):
         """Number of scored layers."""
 
     def score(self, layer: int, q: Floats, n: int | None = None) -> Floats:
-        """Return each head's largest product q·k with the rows of each summary of the first n chunks, (n_head, n) float32.
+        """Return each head's largest product q·k with the summary rows of each of the first n chunks, (n_head, n) float32.
 
-        q: (n_head, n_embd_head_k) queries of a layer. n: None: all chunks.
+        q: (n_head, n_embd_head_k) queries of a layer. n: None means all chunks.
         """
 
     def mass(self, layers: Sequence[int], queries: Queries, scales: Sequence[float], n: int | None = None) -> Floats:
-        """Return each chunk's share of the attention, summed over heads, among the first n chunks: (len(layers), n).
+        """Return each chunk's share of the attention to the first n chunks, summed over heads: (len(layers), n).
 
-        queries: (n_query, n_head, d) for each of the layers; of several queries, the largest share counts.
+        queries: (n_query, n_head, d) for each of the layers. Of several queries, each chunk's largest share counts.
         scales: the factor of q·k in each layer.
         """
 
@@ -48,11 +48,11 @@ class AllKeys(Protocol):
         scale: float = 0.0,
         edge: int = 0,
     ) -> Floats:
-        """Return the largest product q·k with a key of each chunk, (n_token * n_head, len(chunks)), for q (n_token,
-        n_head, d).
+        """Return each query's largest product q·k with a key of each chunk, (n_token * n_head, len(chunks)).
 
+        q: queries (n_token, n_head, d).
         scale: if given, return the logarithm of the sum of exp(scale·q·k) over the chunk's keys instead.
-        edge: if given, return three of these, (3, ...): over all keys, over the first `edge` and over the last `edge`.
+        edge: if given, return three such arrays, (3, ...): over all keys, over the first `edge` and over the last `edge`.
         """
 
 
@@ -64,15 +64,15 @@ class View:
     chunk: positions in a chunk.
     touched: the step at which each chunk was last written or paged in, (n_chunks,) int64; larger is later.
     candidates: the chunks whose score counts, (n_chunks,) bool.
-    queries: those of the last token, or of the last tokens of a prompt.
-    summaries: those of the scorer's kind; None if it needs none.
+    queries: the queries of the last token, or of the last tokens of a prompt.
+    summaries: key summaries of the kind that the scorer names; None if the scorer needs none.
     room: the number of candidates that the pool can hold.
     keys: all keys, at the end of a prompt, when there is time to read them; otherwise None.
     each: like `map`, possibly in several threads.
     scales: the factor of q·k before the softmax, for each layer; (): 1/√d.
     n_whole: chunks 0 .. n_whole - 1 have a summary.
-    mass: the attention of each query, (n_query, n_layer, n_piece) float32: its shares in pieces of chunk/EDGE positions, summed
-        over the heads of a layer. It is known after an exact pass, and otherwise None.
+    mass: each query's attention to each piece of chunk/EDGE positions, as a share summed over the heads of a layer, (n_query,
+        n_layer, n_piece) float32. None except after an exact pass.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -96,9 +96,9 @@ class Scorer(Protocol):
     name: shown in reports.
     summary: the kind of key summary to keep of each sealed chunk ("centroid:4", "mean", ...); None: none.
     query: the tokens whose queries the view has: "last" (the last one), "last:N" (the last N) or "question" (all tokens
-        at the end of the prompt that are decoded twice). While decoding, it is always the last token.
+        at the end of the prompt that are decoded twice). During an answer, the view always has the last token's queries.
 
-    If it has a true attribute `shares`, its scores are shares of a token's attention. A token is then decoded again if
+    If the scorer's attribute `shares` is true, its scores are shares of a token's attention. A token is then decoded again if
     chunks with more than 3 % of its attention were out.
     """
 
@@ -109,7 +109,7 @@ class Scorer(Protocol):
     def score(self, view: View) -> Scores:
         """Return a score for each chunk, (n_chunks,) float64; higher is hotter. Only the candidates' values matter.
 
-        It is called in a thread during decode, and never in two threads at once.
+        The method is called in a thread during decode, and never in two threads at once.
         """
 
 
@@ -153,19 +153,19 @@ class Qk:
     """Scores a chunk by its share of the model's own attention, summed over heads and layers.
 
     A head's share of a chunk is the sum of exp(q·k·scale) over the chunk's keys, divided by the sum over all keys (the
-    softmax). It is estimated from centroids of the chunk's keys. A centroid is scaled to the mean length of its keys,
-    and counts once for each of them. Of several queries, the largest sum in each layer counts.
+    softmax). The share is estimated from centroids of the chunk's keys. A centroid is scaled to the mean length of its keys,
+    and counts once for each of these keys. Of several queries, the largest sum in each layer counts.
 
     At the end of a prompt, the best chunks (`rerank` times as many as the pool can hold) are ranked again by all their
     keys. After a prompt was read exactly, all chunks are ranked by the attention of its last tokens. The passage that
-    answers a question may span two chunks, so half of the mass of the keys at a border also counts for the chunk beyond.
+    answers a question may span two chunks. So half of the mass of the keys at a border also counts for the chunk beyond it.
     """
 
     name = "qk"
     shares = True
 
     def __init__(self, summary: str | None = None, query: str = "last:4", rerank: int = 8) -> None:
-        """summary: a kind of `native.Summaries`; None: "centroid:4". rerank: 0: rank by the summaries alone. Raises UsageError."""
+        """summary: a kind of `native.Summaries`; None: "centroid:4". rerank 0: rank by the summaries alone. Raises UsageError."""
         n_queries(query)
         self.summary: str | None = summary or CENTROIDS
         self.query = query
@@ -193,7 +193,7 @@ class Qk:
 
 
 def _attended(view: View, mass: Floats) -> Scores:
-    """Return the candidates' shares of measured attention (View.mass), (n_chunks,); -inf for others."""
+    """Return the candidates' shares of measured attention (View.mass), (n_chunks,); -inf for other chunks."""
     n = len(view.candidates)
     pieces = mass[..., : n * EDGE].reshape(*mass.shape[:2], n, EDGE)
     whole = pieces.sum(axis=3).max(axis=0).sum(axis=0).astype(np.float64)
@@ -204,7 +204,7 @@ def _attended(view: View, mass: Floats) -> Scores:
 
 
 def _lend(view: View, scores: Scores, chunks: npt.NDArray[np.int64], first: Floats, last: Floats) -> None:
-    """Raise the scores of candidates beside `chunks` to at least LENT times the mass at their common border. Changes `scores`.
+    """Raise the score of each candidate beside one of `chunks` to at least LENT times the mass at their border, in place.
 
     first, last: the mass of each chunk's first and last keys, (len(chunks),).
     """
@@ -216,7 +216,7 @@ def _lend(view: View, scores: Scores, chunks: npt.NDArray[np.int64], first: Floa
 
 def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Sequence[float], n: int) -> Floats:
     """Return the mass of the first n chunks in each layer, (n_layer, n). Uses few threads, because handing a layer to a thread can
-    take longer than its products.
+    take longer than computing it.
     """
     n_layer = len(queries)
     work = n * sum(q.size for q in queries)
@@ -233,8 +233,8 @@ def _mass(view: View, products: Products, queries: Sequence[Floats], scales: Seq
 def _closer(
     view: View, keys: AllKeys, queries: Sequence[Floats], scales: Sequence[float], scores: Scores, n: int
 ) -> None:
-    """Replace the n best scores by the exact mass, whose softmax is over all keys of these chunks and of all non-candidates. Scale
-    the other scores so that they stay below. Changes `scores`.
+    """Replace the n best scores by exact masses, from a softmax over all keys of these chunks and of all non-candidates. Scale the
+    other scores so that they stay below. Changes `scores` in place, unless the pool has room for all n.
     """
     n_best = min(n, int(np.count_nonzero(view.candidates)))
     best = np.sort(np.argsort(-scores, kind="stable")[:n_best])
@@ -289,7 +289,7 @@ class ZMax:
 
 
 class QkCos:
-    """The published formula, as a control: the mean over layers of the maximum over heads of cos(Q, the chunk's mean K).
+    """The published formula, for comparison: the mean over layers of the maximum over heads of cos(Q, the chunk's mean K).
 
     A chunk without a summary scores -2, below any cosine.
     """
@@ -319,7 +319,7 @@ def shares(scorer: Scorer) -> bool:
 
 
 def faded(now: Scores, before: Scores) -> Scores:
-    """Return the scores `now` (n,) float64, each raised to at least FADES times the one before; NaN stays NaN."""
+    """Return the scores `now` (n,) float64, each raised to at least FADES times its score in `before`; NaN stays NaN."""
     res: Scores = np.where(np.isnan(now), np.nan, np.fmax(now, FADES * before))
     return res
 
@@ -348,7 +348,7 @@ def _n_scored(view: View) -> int:
 
 
 def _zmax(view: View, q: Queries, n: int) -> Floats:
-    """Return the maximum over layers and heads of the scores, (n,), each head's z-normalised over the candidates."""
+    """Return each chunk's largest score over layers and heads, (n,). Each head's scores are z-normalised over the candidates."""
     mask = view.candidates[:n]
     first, count = int(np.argmax(mask)), int(np.count_nonzero(mask))
     whole = count == n - first  # no pins in between: a slice is not copied
@@ -368,7 +368,7 @@ def _zmax(view: View, q: Queries, n: int) -> Floats:
 
 
 def _layer_mean(view: View, q: Queries, n: int) -> Floats:
-    """Return the mean over layers of the maximum over heads, (n,)."""
+    """Return each chunk's mean over layers of the largest score over heads, (n,)."""
     products = _products(view)
     best = view.each(lambda layer: products.score(layer, q[layer], n).max(axis=0), range(products.n_layer))
     res: Floats = np.mean(list(best), axis=0)

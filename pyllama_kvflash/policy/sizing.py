@@ -28,7 +28,7 @@ def whole_cells(n: int) -> int:
 class Geometry:
     """The rows that a token adds to the full-attention cache: (K elements, V elements) for each layer.
 
-    devices: the device of each layer's rows; (): one for all. heads: of each layer; (): unknown.
+    devices: the device of each layer's rows; (): one device for all. heads: each layer's heads; (): unknown.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -36,7 +36,7 @@ class Geometry:
     heads: tuple[Heads, ...] = ()
 
     def token_bytes(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> int:
-        """Return the bytes of one token. row_bytes(type, elements) is ggml's."""
+        """Return the bytes of one token. row_bytes: ggml's function of (type, elements)."""
         return sum(self.by_device(row_bytes, type_k, type_v).values())
 
     def by_device(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> dict[int, int]:
@@ -49,8 +49,8 @@ class Geometry:
     def panes_by_device(
         self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int, n_pane: int
     ) -> dict[int, int]:
-        """Return the bytes per position of n_pane panes on each device, by device index. The device's layers take turns in the panes,
-        so each pane is as large as the largest rows.
+        """Return the bytes per position of n_pane panes on each device, by device index. A device's layers take turns in its panes,
+        so each pane is as large as that device's largest rows.
         """
         res: dict[int, int] = {}
         devices = self.devices or (0,) * len(self.rows)
@@ -92,7 +92,7 @@ class PoolShape:
 
     @property
     def kept(self) -> int:
-        """Blocks that never become free, plus those that must stay evictable."""
+        """Blocks that never become free, plus the blocks that must stay evictable."""
         return self.n_seq * (self.sinks + self.tail) + self.pinned + SPARE_BLOCKS
 
     def floor(self, n_batch: int = 0) -> int:
@@ -131,8 +131,8 @@ def auto_pool(memory: Sequence[DeviceBytes], n_ctx: int, cap: int = AUTO_CAP) ->
 def full_cache(memory: Sequence[DeviceBytes], n_ctx: int) -> tuple[bool, str]:
     """Return whether `auto` chooses the full cache instead of a pool, and a note; the note is "" if the cache does not fit.
 
-    It does if the full cache fits beside the reserve: on the host up to HOST_FULL bytes, on a GPU up to AUTO_FULL tokens. Beyond
-    these a pool decodes much faster, and on the host it allocates only as the text grows.
+    The full cache is chosen if it fits beside the reserve, on the host up to HOST_FULL bytes, on a GPU up to AUTO_FULL tokens.
+    Beyond these limits a pool decodes much faster, and on the host it allocates only as the text grows.
     """
     if not all(d.token_bytes * n_ctx <= d.room - RESERVE for d in memory):
         return False, ""
@@ -166,7 +166,7 @@ def resolve_pool(
     """Return the pool for a request: "auto" (the full cache, or a pool), "off", or tokens > 0.
 
     floor: the fewest cells of a pool.
-    memory: the devices that hold it, for "auto".
+    memory: the devices that hold the pool, for "auto".
     cap: the largest automatic pool, in tokens; a cap rules the full cache out. None: the full cache, or a pool of at most AUTO_CAP
         tokens (HOST_CAP without a GPU).
     keep: make a pool even if it covers the context, but no larger than the context.
@@ -231,10 +231,10 @@ def n_panes(
 
     The default is LEAST_PANES, because copies cost no time while a prompt is read. There are more panes, within half of (free -
     reserve - codes) on each device, in these cases:
-    - an automatic pool: if all layers fit, as many panes as do not exceed the full cache together with n_pool tokens, codes and
-      buffers;
-    - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed, or as many as fit, since each one
-      saves time. For a pool of a given size this holds only if all KV is on the host;
+    - an automatic pool with a GPU: if all layers fit, as many as keep the panes, n_pool tokens, codes and buffers together
+      within the size of the full cache;
+    - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed, or as many as fit, since each pane
+      saves time. For a pool of a given size this case applies only if all KV is on the host;
     - RPC servers: as for `lossless`, with any pool, since each batch would send the whole text through the network.
     """
     remote = any(d.remote for d in memory)

@@ -44,11 +44,11 @@ class Checkpoints:
     #
 
     def stops(self, n: int, marks: Sequence[int], n_tail: int = 0) -> list[int]:
-        """Return where checkpoints are due among the next n tokens, as numbers of tokens before them, in ascending order.
+        """Return how many of the next n tokens come before each checkpoint that is due among them, in ascending order.
 
         marks: positions, in ascending order, where another text may diverge from this one. Checkpoints are due at the last mark, at
-        earlier ones that are at least n_ubatch tokens apart and, in a new text, at the first. Each one cuts a batch. n_tail: tokens
-        at the end that no checkpoint may cut.
+        earlier ones that are at least n_ubatch tokens apart and, in a new text, at the first. Each checkpoint cuts a batch. n_tail:
+        how many tokens at the end no checkpoint may cut.
         """
         start, options = self._sequence.n_tokens, self._sequence.options
         if not self.kept:
@@ -78,7 +78,7 @@ class Checkpoints:
             self._evict()
 
     def passed(self) -> None:
-        """Before a batch, make a checkpoint if the last one is far back."""
+        """Before a batch, make a checkpoint if the last checkpoint is far back."""
         if self.kept and self._sequence.n_tokens - max(self._states, default=0) >= _EVERY:
             self.make()
 
@@ -95,7 +95,7 @@ class Checkpoints:
         return max((pos for pos in self._states if pos <= n_tokens), default=0)
 
     def reach(self, n_tokens: int) -> int:
-        """Return how many positions are sure to remain when the sequence is rolled back to n_tokens or a checkpoint before."""
+        """Return how many positions surely remain when the sequence is rolled back to n_tokens, or to the last checkpoint before."""
         stays = n_tokens == self._sequence.n_tokens or not self._sequence.stateful
         return n_tokens if stays else self.before(n_tokens)
 
@@ -130,12 +130,12 @@ class Checkpoints:
 def least(positions: Sequence[int], spared: Sequence[int] = ()) -> int:
     """Return the position of the least useful checkpoint, the oldest of several equal ones. positions: in ascending order.
 
-    spared: positions returned only if no other checkpoint is old enough. A snapshot can be cut there. Without such a checkpoint, the
-    next batch would be cut to make another.
+    spared: positions returned only if no other checkpoint is old enough. A snapshot can be cut at them; without any, the next batch
+    would be cut to make one.
 
     The distance from the end at which the next prompt diverges is taken as log-uniform, because texts mostly diverge near the end.
     So the prompt diverges between a checkpoint and the next one with a probability proportional to log(distance of the checkpoint
-    from the end / distance of the next one). If the checkpoint is evicted, such a prompt is read from the one before.
+    from the end / distance of the next one). If the former is evicted, such a prompt is read from the checkpoint before.
     """
     end = positions[-1] + _NEAREST
     old = range(max(1, len(positions) - _NEWEST))

@@ -16,7 +16,7 @@ from pyllama_kvflash.native import Record
 def slabs_in(folder: str | Path) -> Callable[[int], Record]:
     """Return an allocator of unnamed files in a folder; they disappear with the process. Raises UsageError.
 
-    The function takes a size and returns an array (size,) uint8. It raises HostMemoryError if the disk is full.
+    The allocator takes a size and returns an array (size,) uint8. It raises HostMemoryError if the disk is full.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():

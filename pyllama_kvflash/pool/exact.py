@@ -1,6 +1,6 @@
 """The exact pass: batches of a prompt are decoded against all positions before them, whatever the pool holds.
 
-A paned context computes them, layer by layer, with the rows of earlier positions from the host store. New rows go there, too.
+A paned context computes them, layer by layer. It takes earlier rows from the host store, and adds new rows there.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,10 +84,10 @@ class ExactReader:
         more: bool = False,
         beside: Beside | None = None,
     ) -> None:
-        """Decode tokens (n,) int32 at positions start, start + 1, ... of a sequence of the pool.
+        """Decode tokens of the pool's sequence. This sequence then has the logits and queries of the last token.
 
-        records: see ExactContext.decode_into. The pool's sequence gets the logits and queries of the last token.
-        more: another batch follows. One batch more than there are devices is then under way, so each device computes one, and none
+        tokens: (n,) int32, at positions start, start + 1, ... records: see ExactContext.decode_into().
+        more: another batch follows. One batch more than there are devices is then under way: each device computes one, and none
         waits for the host (the pipeline of GPipe, arXiv 1811.06965, as in llama.cpp).
         beside: work for the pool to do meanwhile. Raises the errors of that work, Interrupted and NativeError.
         """
@@ -129,10 +129,10 @@ class ExactReader:
     def look(
         self, pool: Context, tokens: Tokens, start: int, records: Sequence[Record], state: StateBytes
     ) -> npt.NDArray[np.float32]:
-        """Decode tokens (n,) int32 of the pool's sequence once more, at positions start, start + 1, ... Returns their logits,
-        (n, n_vocab) float32. The sequence keeps its own logits and queries.
+        """Decode tokens of the pool's sequence once more. Returns the tokens' logits, (n, n_vocab) float32. The sequence keeps
+        its own logits and queries.
 
-        records: as for decode(); the records from `start` on are overwritten. state: the result of save_partial() at `start`.
+        tokens, records: as for decode(); the records from `start` on are overwritten. state: from save_partial() at `start`.
         Raises Interrupted and NativeError.
         """
         own = self._own(pool.seq)
@@ -159,8 +159,8 @@ class ExactReader:
     def keep(self, pool: Context, start: int, n: int, n_batch: int) -> None:
         """Keep only the first n of the n_batch tokens that decode() computed at `start`.
 
-        The tap has the queries of the batch's last tokens only, because tapping more would double the cost of attention. If it lacks
-        the last kept token, the first tapped one stands in. Raises UnsupportedError (a state cannot be rolled back).
+        The tap has the queries of the batch's last tokens only, because tapping more would double the cost of attention. If the tap
+        lacks the last kept token, the first tapped token stands in. Raises UnsupportedError (a state cannot be rolled back).
         """
         own = self.ctx.sequence(pool.seq)
         if n < n_batch:
@@ -170,7 +170,7 @@ class ExactReader:
         pool.computed(own.handle, n, min(n_batch, n + max(0, own.q_tap - 1)))
 
     def attended(self, pool: Context, n_query: int, n_chunks: int) -> npt.NDArray[np.float32]:
-        """Return the attention of the last n_query kept tokens to n_chunks chunks. See policy.View.mass."""
+        """Return the attention of the last n_query kept tokens to the first n_chunks chunks. See policy.View.mass."""
         own, last = self.ctx.sequence(pool.seq), pool.output.last
         return np.stack([own.mass(last + back, n_chunks * EDGE) for back in reversed(range(n_query))])
 

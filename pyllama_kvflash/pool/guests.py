@@ -1,4 +1,4 @@
-"""Guests: blocks in which each layer holds chunks of its own choice, and the codes by which it chooses them.
+"""Guests: units of 16 positions that each layer chose and holds in blocks of the pool, and the codes by which it chooses them.
 
 Native code makes the choice, in the graph. This module decides which chunks have codes, and how many blocks guests have.
 """
@@ -34,7 +34,7 @@ def _memory_for(what: str) -> Iterator[None]:
 
 
 class GuestRoom:
-    """The codes of one sequence's chunks, and its guests. The ledger counts the guests' blocks. A guest is only a copy of a record."""
+    """The codes of one sequence's chunks, and its guests, which only copy rows of records. The ledger counts the guests' blocks."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class GuestRoom:
     def begin_restore(self, n_tokens: int, codes: Callable[[int], Record]) -> None:
         """Begin to restore the codes of the first n_tokens positions, in threads. end_restore() or stop_restore() must follow.
 
-        codes: returns a layer's codes, as saved_codes() does, for at least n_tokens positions; called in any thread. Raises
-        HostMemoryError.
+        codes: a function that any thread may call. It returns a layer's codes, as saved_codes() does, for at least n_tokens
+        positions. Raises HostMemoryError.
         """
 
         def put(layer: int) -> None:
@@ -110,7 +110,7 @@ class GuestRoom:
     def end_restore(self, n: int, n_known: int) -> None:
         """Wait for the codes of the first n chunks, whose records must exist.
 
-        n_known: chunks that had codes when the last segment began. Raises the errors of reading codes and of filling lent records.
+        n_known: chunks with codes, as SavedGuests.n_known. Raises the errors of reading codes and of filling lent records.
         """
         with _memory_for("its codes"):
             for put in self._restoring:

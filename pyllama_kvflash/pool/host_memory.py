@@ -78,7 +78,7 @@ class HostMemory:
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self) -> Record:
-        """Return a free place (record_bytes,) uint8. Raises HostMemoryError, unless reserve() was called for it."""
+        """Return a free place (record_bytes,) uint8. Raises HostMemoryError, unless reserve() has made sure of the place."""
         self.reserve(1)
         if self._spill and not self._within(1):
             place = self._spill.take()
@@ -109,7 +109,7 @@ class HostMemory:
     def expect(self, n: int) -> None:
         """Announce n more places; threads allocate slabs for them.
 
-        Raises HostMemoryError if they exceed the limit. If memory runs out, it is reserve() that raises this error.
+        Raises HostMemoryError if the places exceed the limit. If memory runs out, it is reserve() that raises this error.
         """
         self.check_limit(n)
         n = self._within(n)

@@ -16,7 +16,7 @@ thread may call it."""
 class Stored:
     """A record at its place (record_bytes,) uint8, with its checksum once that is known.
 
-    fill: fills the place; None: the place is filled.
+    fill: a function that fills the place; None: the place is filled.
     ahead: the call of `fill` in a thread, if there is one.
     """
 
@@ -102,11 +102,11 @@ class HostStore:
         return entry.record
 
     def stored(self, chunk: int) -> Stored:
-        """Return the entry of a chunk in the store. Call its see() before using the record, in any thread."""
+        """Return the entry of a chunk in the store. Call the entry's see(), in any thread, before using the record."""
         return self._entries[chunk]
 
     def first(self, n: int) -> list[Record]:
-        """Return the records of the first n chunks, as get() does. All must be in the store. Threads read the lent ones."""
+        """Return the records of the first n chunks, as get() does. All must be in the store. Threads read lent records."""
         self.read_ahead()
         return [self.get(chunk) for chunk in range(n)]
 
@@ -137,7 +137,7 @@ class HostStore:
             self.memory.give(self._entries.pop(chunk).record, self._holders)
 
     def hold(self) -> object:
-        """Keep the bytes of records that are forgotten from now on, for a reader. Returns a holder, for release()."""
+        """From now on, keep the bytes of forgotten records, for a reader. Returns a holder, for release()."""
         holder = object()
         self._holders.append(holder)
         return holder

@@ -1,7 +1,7 @@
 """The pager: applies decisions of `policy` to the native pool and the host store, and keeps both consistent with the ledger.
 
-It waits for a copy only if the computation needs the copy. A full chunk is written back while the next batch is computed, and then
-summarised in a thread. `moves` brings chunks in and drops them.
+The pager waits for a copy only if the computation needs the copy. A full chunk is written back while the next batch is computed,
+and then summarised in a thread. `moves` brings chunks in and drops them.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ _MOST_READERS = 32  # threads that read records; fewer already use all of a mach
 
 
 class Pager:
-    """The ledger and host store of one sequence. It asks `policy` which chunks move in the shared pool.
+    """The ledger and host store of one sequence. The pager asks `policy` which chunks move in the shared pool.
 
     After a step was cut off, reconcile() makes the pool agree with the ledger. n_stored counts the records written since the
     last clear().
@@ -37,7 +37,7 @@ class Pager:
 
     def __init__(self, ctx: Context, options: Options, shared: Shared, summary: str | None) -> None:
         """ctx: this sequence's view of the context. Make the pagers of a pool in the order of their sequences.
-        summary: the kind of key summaries of sealed chunks that the scorer needs; None: it needs none.
+        summary: the kind of key summaries that the scorer needs of sealed chunks; None: the scorer needs none.
 
         Raises UnsupportedError if the model's keys cannot be summarised.
         """
@@ -80,7 +80,7 @@ class Pager:
         self.records.close()
 
     def check_limit(self, n_tokens: int) -> None:
-        """Raise HostMemoryError unless a text of n_tokens, if it replaced this one, fits the limit of host memory."""
+        """Raise HostMemoryError if a text of n_tokens, in place of this one, would exceed the limit of host memory."""
         self.shared.memory.check_limit(n_tokens // self.ledger.chunk - len(self.records))
 
     def expect(self, n_tokens: int) -> None:
@@ -92,7 +92,7 @@ class Pager:
     def make_room(self, n_tokens: int, taken: tuple[int, int] = (0, 0), *, seals: bool = True) -> Plan:
         """Free blocks for the chunks that a batch begins, and reserve host memory for the chunks that it seals.
 
-        n_tokens: tokens of the batch. taken: the numbers of blocks and of records that other sequences of the batch take. seals:
+        n_tokens: this sequence's tokens. taken: the numbers of blocks and of records that the batch's other sequences take. seals:
         False if the batch seals no chunk. Returns the moves. Raises PoolError and HostMemoryError; nothing has moved then.
         """
         ledger = self.ledger
@@ -111,10 +111,10 @@ class Pager:
     def prepare(self, n_tokens: int, *, passing: bool = False) -> tuple[Plan, list[Record]]:
         """Prepare to compute n_tokens outside the pool.
 
-        passing: the tokens before them were also computed outside, and are not in the pool yet.
+        passing: whether the tokens before them were also computed outside, and are not in the pool yet.
 
         Returns the moves, and the records (record_bytes,) uint8 of all chunks up to the last of these tokens. The records of
-        earlier positions are complete, or will be. The caller writes the others. Raises PoolError and HostMemoryError; nothing
+        earlier positions are complete, or will be. The caller writes the rest. Raises PoolError and HostMemoryError; nothing
         has moved then.
         """
         self._arrived(len(self._reads))  # summaries of the previous batch are made during this one
@@ -141,7 +141,7 @@ class Pager:
         self._summariser.collect()
 
     def copies(self, start: int, n_tokens: int) -> list[Record]:
-        """Return the records of all chunks up to position start + n_tokens - 1. Those from the chunk of start on are copies."""
+        """Return the records of all chunks up to position start + n_tokens - 1: copies, from the chunk of position `start` on."""
         self.wait_stored()
         first, end = start // self.ledger.chunk, -(-(start + n_tokens) // self.ledger.chunk)
         res = self.records.first(first)
@@ -200,8 +200,8 @@ class Pager:
         self.host(0)
 
     def host(self, n_free: int) -> Plan:
-        """If a chunk is out, make codes of all sealed chunks. If layers choose guests, give these all blocks except the protected
-        chunks' and n_free others. Returns the evictions.
+        """If a chunk is out, make codes of all sealed chunks. If layers choose guests, also evict the chunks that are not
+        protected, and give guests all free blocks of the sequence's share except n_free. Returns the evictions.
         """
         guests, ledger = self.guests, self.ledger
         if guests is None or np.all(ledger.resident):
@@ -246,7 +246,7 @@ class Pager:
 
     @property
     def summaries(self) -> Summaries | None:
-        """Summaries of the keys of sealed chunks; None if the scorer needs none. The last ones may still be unfinished."""
+        """Summaries of the keys of sealed chunks; None if the scorer needs none. The last summaries may still be unfinished."""
         return self._summariser.summaries
 
     @property
@@ -255,7 +255,7 @@ class Pager:
         return self._summariser.pending
 
     def summarise(self, kind: str | None) -> None:
-        """Keep summaries of this kind from now on, and make those of the stored records at once. None: keep none.
+        """Keep summaries of this kind from now on, and summarise the stored records at once. None: keep none.
 
         Raises UnsupportedError (the model's keys have an unsupported form) and HostMemoryError.
         """
@@ -302,10 +302,10 @@ class Pager:
     #
 
     def reselect(self, scores: Scores, n_free: int, n_most: int | None = None) -> Plan:
-        """Make the chunks with the highest scores (n,) float64 resident; NaN: not a candidate. Returns the plan.
+        """Make the chunks with the highest scores resident. Returns the plan.
 
-        n_free: blocks to leave free.
-        n_most: how many chunks to page in at most; None: no limit.
+        scores: (n,) float64; NaN: not a candidate. n_free: blocks to leave free.
+        n_most: the most chunks to page in; None: no limit.
         """
         self.ledger.rate(scores)
         plan = reselect(self.ledger, n_free, n_most)
@@ -319,8 +319,8 @@ class Pager:
     def rolled_back(self, n_tokens: int) -> Plan:
         """Forget positions from n_tokens on, which were removed from the cache, and page in the new tail.
 
-        If n_tokens is within a chunk, that chunk is cut, after it was paged in if it was out. It is sealed anew once it is full
-        again. Returns all moves.
+        If n_tokens is within a chunk, that chunk is first paged in if it is out, then cut. It is sealed anew once it is full again.
+        Returns all moves.
         """
         ledger = self.ledger
         self.wait_stored()

@@ -18,9 +18,9 @@ class Residency:
     resident, sealed, stored, protected: bool.
     block: int32; -1 if not resident.
     score: float64, from the last scoring, higher is hotter; NaN: not scored.
-    layers: float32; the number of pooled layers that hold the chunk. All do if it is resident; otherwise none does or, with policy
-        fresh, those that chose it. A layer that chose a quarter of it counts 0.25.
-    coded: bool; whether the chunk has codes, by which layers attend to it while it is not resident.
+    layers: float32; how many pooled layers hold the chunk: all of them if it is resident; otherwise, with policy fresh, the layers
+        that chose it. A layer that chose a quarter of the chunk counts 0.25.
+    coded: bool; whether the chunk has codes, so that layers can attend to it while it is not resident.
     """
 
     resident: npt.NDArray[np.bool_]

@@ -77,7 +77,7 @@ class Selector:
     def _within(self, scorer: Scorer) -> bool:
         """Return whether a scoring may end within its token.
 
-        It may if it works on summaries, and either runs on a CPU or the token can be decoded again.
+        That needs a scorer that works on summaries. On a GPU it also needs a token that can be decoded again.
         """
         return scorer.summary is not None and (self._on_cpu or (bool(self._again) and shares(scorer)))
 
@@ -97,9 +97,9 @@ class Selector:
         return ledger.n_resident < ledger.n_chunks or ledger.n_chunks > ledger.n_share
 
     def queries(self, back: int = 0) -> Queries:
-        """Return the queries of the last decoded token, or of the token `back` before it in the batch, at once.
+        """Return, at once, the queries of the last decoded token, or of the token that is `back` tokens before it in the batch.
 
-        One array (n_head, n_embd_head_k) for each pooled layer. A copy begun by ask() is not affected.
+        They are one array (n_head, n_embd_head_k) for each pooled layer. A copy begun by ask() is not affected.
         """
         return self._ctx.queries(back)
 
@@ -187,8 +187,8 @@ class Selector:
         n_most: int | None = None,
         mass: Floats | None = None,
     ) -> Reselect:
-        """Score and change the pool at once. n_most: how many chunks to page in at most; None: no limit. mass: the queries'
-        attention, see policy.View.
+        """Score and change the pool at once. n_most: the most chunks to page in; None: no limit. mass: the queries' attention,
+        see policy.View.
         """
         ticked = self._ticked if reason == "decode" else None  # a token decoded again counts in the measurements
         self.cancel()
@@ -235,7 +235,7 @@ class Selector:
         """Wait for the scores, and make the best chunks resident.
 
         pos: positions written, for the event.
-        n_most: how many chunks to page in at most; None: no limit.
+        n_most: the most chunks to page in; None: no limit.
         """
         job, view = self._job, self._view
         if job is None:
@@ -284,7 +284,7 @@ class Selector:
         return _timed(self.scorer, replace(view, summaries=self._pager.summaries), ())
 
     def _start(self, view: View, after: Sequence[Future[None]]) -> Future[Scored]:
-        """Score in another thread, or in this one if the caller waits anyway and the scorer reads summaries."""
+        """Score in another thread. If the caller waits anyway and the scorer reads summaries, score in this thread."""
         if not self._at_once or self.scorer.summary is None:
             with suppress(RuntimeError):  # no memory for a thread
                 return self._worker.submit(_timed, self.scorer, view, after)
@@ -304,7 +304,7 @@ class Selector:
 
 
 def _timed(scorer: Scorer, view: View, after: Sequence[Future[None]]) -> Scored:
-    """Return the scores, NaN for chunks that are not candidates, and the seconds they took.
+    """Return the scores (NaN for chunks that are not candidates) and the seconds they took.
 
     after: summaries to wait for first; the wait is not counted. Raises ScorerError, SnapshotError and Interrupted.
     """

@@ -36,7 +36,7 @@ class PooledSequence:
     whole: whether the trial under way is complete: none of its steps was cut off.
     consistent: False while a step is under way, and after one was cut off.
     checking: whether an exact batch runs while the pool computes.
-    passing: whether an exact pass is between two batches; the pool does not have its rows yet.
+    passing: whether an exact pass is between two batches, and the pool does not have the pass's rows yet.
     holder: the mark of the last caller that took or changed the sequence; see engine.guard.
     """
 
@@ -50,8 +50,8 @@ class PooledSequence:
         exact: ExactReader | None = None,
     ) -> None:
         """ctx: this sequence's view of the context.
-        peers: the sequences made before this one, which appends itself.
-        shared, scorer: what the pool's sequences share, and this one's scorer; None: no pool.
+        peers: a list of the sequences made before; this sequence appends itself.
+        shared: what the pool's sequences share. scorer: this sequence's scorer. Both None: no pool.
         exact: reads prompts that the pool cannot hold; None: the pool reads them.
         """
         self.seq = len(peers)
@@ -143,7 +143,7 @@ class PooledSequence:
     #
 
     def extend(self, tokens: Tokens) -> None:
-        """Append decoded tokens (n,) int32 to the history. The pending token, if there is one, is the first of them."""
+        """Append decoded tokens to the history. The pending token, if there is one, is tokens[0]. tokens: (n,) int32."""
         self._in_transit = None if self.pending is None else (len(self.history), self.pending)
         self.pending = None
         self.history.frombytes(tokens.tobytes())
@@ -151,8 +151,8 @@ class PooledSequence:
 
     @contextmanager
     def step(self, *, others: bool = True) -> Iterator[None]:
-        """Guard a change of the sequence or of its residency. If it is cut off, the next step repairs it first. others: see
-        recover().
+        """Guard a change of the sequence or of its residency. If the change is cut off, the next step first
+        repairs the sequence. others: see recover().
         """
         self.recover(others=others)
         self.consistent = False
@@ -180,7 +180,7 @@ class PooledSequence:
         for the evictions that made room for it. Returns these evictions.
 
         During a trial, exact batches may extend the sequence, and other sequences continue. beside: another sequence is being
-        checked, so its trial cannot be ended to make room. Raises PoolError and HostMemoryError.
+        checked; its trial cannot be ended to make room. Raises PoolError and HostMemoryError.
         """
         self.recover(others=False)
         if (ledger := self.paged.ledger).new_chunks(n) > ledger.blocks.n_spare:
@@ -231,8 +231,8 @@ class PooledSequence:
             self.ctx.seq_rm(n_tokens)
 
     def seen_exactly(self, start: int, n: int, state: StateBytes) -> Floats:
-        """Return the logits (n, n_vocab) float32 of n tokens from position start on, computed against all positions before them.
-        Changes nothing.
+        """Return the logits of n tokens from position start on, each computed against all positions before it, (n, n_vocab)
+        float32. Changes nothing.
 
         state: the result of save_partial() at start. Raises Interrupted, SnapshotError and NativeError.
         """
@@ -245,21 +245,21 @@ class PooledSequence:
         return self.reads_exactly.attended(self.ctx, n_query, self.paged.ledger.n_chunks)
 
     def settle_in(self) -> Paged | None:
-        """After an exact pass, page in the sinks, the tail, the pinned chunks, and then the most recent ones."""
+        """After an exact pass, page in the sinks, the tail, the pinned chunks, and then the most recent chunks."""
         with self.step(others=False):
             plan = self.paged.settle_in()
         return Paged(self.n_tokens, plan.drops, plan.page_ins) if plan else None
 
     def lay_out(self) -> None:
-        """Sort the chunks in the pool by position. Call it after an exact pass, since their records must be complete."""
+        """Sort the chunks in the pool by position. Call it after an exact pass, since the chunks' records must be complete."""
         with self.step():
             self.paged.lay_out()
 
     def recover(self, *, others: bool = True) -> None:
         """If a step was cut off, remove its leftovers from the cache, back to the last position. Ends a trial.
 
-        others: also end the trials of other sequences. If a step of any sequence was cut off, they end in any case. Raises
-        NativeError if the model's memory cannot be rolled back.
+        others: also end the trials of other sequences. These trials end in any case if a step of any sequence was cut off.
+        Raises NativeError if the model's memory cannot be rolled back.
         """
         if self.consistent and len(self.peers) == 1:
             return  # most steps
@@ -393,7 +393,7 @@ class PooledSequence:
         n_most: int | None = None,
         mass: Floats | None = None,
     ) -> Iterator[Event]:
-        """Score the chunks and move them, at once. n_most: how many to page in at most; None: no limit. mass: the queries' attention,
+        """Score the chunks and move them, at once. n_most: the most chunks to page in; None: no limit. mass: the queries' attention,
         see policy.View.
         """
         selector = self.selector
@@ -439,7 +439,7 @@ class PooledSequence:
             self.paged.page_in(chunk)
 
     def page_out(self, chunk: int) -> None:
-        """Evict a chunk. Raises PoolError if it is protected."""
+        """Evict a chunk. Raises PoolError if the chunk is protected."""
         with self.step():
             self.paged.page_out(chunk)
 

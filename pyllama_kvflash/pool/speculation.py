@@ -1,7 +1,7 @@
 """Speculative decoding: drafts that the target verifies in one batch, while that is faster than decoding plainly.
 
 llama.cpp's own implementations make the drafts (`native.Speculator`). This module adds the gate. It also limits the drafter's
-context to a window, which the drafter reads only when needed.
+context to a window of the text. A drafter of kind "draft" reads it only when a draft is needed.
 """
 
 from array import array
@@ -62,7 +62,7 @@ def _bytes(spec: Spec, drafter: Context, at: Sequence[int], n_seq: int) -> list[
 
 
 def _model(spec: Spec, target: Model, stack: ExitStack, **options: Any) -> Model:
-    """Return the drafter's model, which the stack closes; without a path, the target, whose own heads draft."""
+    """Return the drafter's model, which `stack` closes. If the spec names no model, return the target: its own heads draft."""
     if spec.model is None:
         return target
     return stack.enter_context(Model.load(Path(spec.model), **options, mtp=spec.kind == "mtp"))
@@ -84,7 +84,7 @@ def _context(spec: Spec, model: Model, target: Context, *, n_batch: int, n_ubatc
 
 
 def _check_dflash(model: Model, target: Model) -> None:
-    """Raise UnsupportedError for a drafter that would make llama.cpp abort, or fail only while drafting."""
+    """Raise UnsupportedError for a drafter with which llama.cpp would abort, or would fail only while drafting."""
     if model.meta("general.architecture") != "dflash":
         return  # the library refuses it
     width, wide = _width(model), _width(target)
@@ -113,9 +113,9 @@ class DraftModel:
     def __init__(
         self, spec: Spec, target: Context, *, n_batch: int, n_ubatch: int, where: dict[str, Any], n_threads: int
     ) -> None:
-        """target: the target's context. n_batch, n_ubatch: its batch sizes. where: the devices, as for Model.load.
+        """target: the target's context. n_batch, n_ubatch: that context's batch sizes. where: the devices, as for Model.load.
 
-        Raises UsageError (n_ubatch is too small), ModelError, UnsupportedError and NativeError. All name the drafter.
+        Raises UsageError (n_ubatch is too small), ModelError, UnsupportedError and NativeError, each naming the drafter.
         """
         self.spec = spec
         self.name = _NATIVE.get(spec.kind, "draft-dflash")  # llama.cpp's name of the implementation
@@ -248,7 +248,7 @@ class Drafts:
     def before(self, ctx: Context, pos: int, n: int) -> None:
         """Before n tokens are decoded at pos, switch the output of layer features on or off, as the drafter needs.
 
-        ctx: the context that decodes them: the target, or the exact pass.
+        ctx: the context that decodes the tokens: the target's, or the exact pass's.
         """
         if self.reads_features:
             prompt, listening = pos < self._until, self._model.listening
@@ -259,7 +259,7 @@ class Drafts:
                 listening ^= {ctx.handle}
 
     def decoded(self, ctx: Context, tokens: Tokens, pos: int) -> None:
-        """Let the drafter read tokens (n,) int32 that a context has decoded at pos, pos + 1, ..."""
+        """Let the drafter read tokens that a context has decoded. tokens: (n,) int32, at positions pos, pos + 1, ..."""
         if self.reads_features and ctx.handle in self._model.listening:
             self._read(ctx, tokens, pos)
 
@@ -323,7 +323,7 @@ class Drafts:
     def checked(self, n_guessed: int, n_right: int, seconds: float, guessing_s: float, width: int) -> None:
         """Record that n_right of n_guessed drafted tokens were accepted, in a batch of `width` tokens.
 
-        seconds: the time of the whole step. guessing_s: the part of it that drafting took.
+        seconds: the time of the whole step. guessing_s: the time in it that drafting took.
         """
         self.length.checked(n_guessed, n_right, guessing_s, seconds - guessing_s, width)
         self._spec.accept(n_right)

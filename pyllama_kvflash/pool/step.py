@@ -1,7 +1,7 @@
 """The batch step: make room, decode, keep accepted tokens, write back full chunks.
 
 The order of these lines makes a step safe. Wherever Ctrl-C, a full pool or an error cuts it off, every token is either
-in the history or pending, and the next step first removes its leftovers (`PooledSequence.recover`).
+in the history or pending, and the next step first removes the leftovers (`PooledSequence.recover`).
 
 A draft is decoded whole. Its logits then determine how many tokens are accepted, and `keep` keeps these:
 
@@ -44,8 +44,8 @@ def advance(parts: Sequence[Part], outputs: int = native.LAST) -> list[Paged | N
 
     outputs: which tokens of a single sequence get logits; with several sequences, all do.
 
-    Raises PoolError, HostMemoryError, Interrupted and NativeError. The next step undoes a draft that was not kept; its first
-    token is still pending.
+    Raises PoolError, HostMemoryError, Interrupted and NativeError. The next step undoes a draft that was not kept; the draft's
+    first token is still pending.
     """
     first = parts[0].sequence
     first.recover()  # ends the trials of all sequences, too: a batch may need their blocks
@@ -103,7 +103,7 @@ def advance_exactly(
     """Decode a part, at most ExactReader.n_batch tokens, against all positions before it. Returns the moves.
 
     Keeps all tokens except drafts, which keep_exactly() keeps. The pool then holds the chunk being written; settle_in() pages in
-    others.
+    other chunks.
 
     outputs: as for advance(). more: another batch follows at once. Only the last batch of a pass waits for the devices and changes
     the pool; any other call ends the pass first (PooledSequence.recover). beside: see ExactReader.decode().

@@ -32,7 +32,7 @@ class Summariser:
             self._threads.shutdown()
 
     def use(self, kind: str | None, chunks: Sequence[int]) -> None:
-        """Keep summaries of this kind from now on, and make those of these chunks at once. None: keep none.
+        """Keep summaries of this kind from now on, and summarise `chunks` at once. None: keep none.
 
         Raises UnsupportedError (the model's keys have an unsupported form) and HostMemoryError.
         """
@@ -58,7 +58,7 @@ class Summariser:
             _reserve(self.summaries, n)
 
     def begin(self, n: int) -> None:
-        """Begin to summarise those of the first n chunks that have no summary yet."""
+        """Begin to summarise each of the first n chunks that has no summary yet."""
         if self.summaries is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Map scores of another tokenizer's tokens to ours, by the characters of the text that both cover."""
+"""Map scores from another tokenizer's tokens to ours, by the characters of the text that the tokens cover."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ def char_spans(pieces: Sequence[bytes]) -> Spans:
     """Return the span of each token in the text `b"".join(pieces).decode("utf-8", "replace")`: (n, 2) int64, in
     characters.
 
-    A character split between tokens belongs to the token that completes it, because a model does not know it before. A
-    broken character (U+FFFD) belongs to the token that reveals it or, at the end, to the last token with bytes. A token
-    that completes no character has an empty span before its character; so has a token without bytes (a special one).
+    A character split between tokens belongs to the token that completes it, because before that token a model does not know the
+    character. A broken character (U+FFFD) belongs to the token that reveals it or, at the end, to the last token with bytes. A
+    token that completes no character has an empty span before its character. So does a token without bytes (a special one).
     """
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     counts = np.fromiter((len(decode(piece)) for piece in pieces), np.int64, len(pieces))
@@ -30,8 +30,8 @@ def char_spans(pieces: Sequence[bytes]) -> Spans:
 
 
 def spread(scores: npt.ArrayLike, spans_from: Spans, spans_to: Spans) -> Scores:
-    """Return scores (m,) float64 for one tokenizer's tokens (targets) from the scores (n,) of another's (sources). A target gets
-    the highest score of the sources that overlap it.
+    """Map the scores of one tokenizer's tokens (sources) to another tokenizer's tokens (targets): each target gets the highest
+    score of the sources that overlap it. scores: (n,), of the sources. Returns the targets' scores, (m,) float64.
 
     A target with an empty span takes the score of the source at that place or, at the end of the text, of the last
     source. Sources with an empty span overlap nothing: a BOS does not make the first word hot. If no source has text,
@@ -71,7 +71,7 @@ class Retokenizer:
     overlap: how many unchanged tokens to tokenize again with the new text, because they may depend on it (up to three more
         if they split a character).
 
-    If a token depends on more text than that, the result may differ from tokenizing the whole text at once. A tokenizer
+    If a token depends on text before the overlap, the result may differ from tokenizing the whole text at once. A tokenizer
     may put a space before its text. With a tokenizer that changes its text (lower case, NFC), the tokens are right, but after
     the first change every update tokenizes the whole text.
 

@@ -25,7 +25,7 @@ def make_scorer(options: Options, model: Model, open_engine: OpenEngine) -> Scor
     model: the target. A scorer's model is searched for next to it.
     open_engine: loads the scorer's model.
 
-    Raises UsageError if its model is not found, or if the registered object is not a scorer.
+    Raises UsageError if the scorer's model is not found, or if the registered object is not a scorer.
     """
     policy = options.policy
     if policy in registry.BY_MODEL:

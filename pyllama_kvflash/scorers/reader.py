@@ -92,7 +92,7 @@ class Reader:
 
     The small model is loaded on first use. It runs in a pool of its own and keeps the text, so that it reads only new
     tokens for the next scoring. If its tokenizer differs from the target's ("crosstok"), it reads the target's text in its
-    own tokens, and its scores are mapped back by spans of characters.
+    own tokens, and the scores of these are mapped to the target's tokens by spans of characters.
     """
 
     summary: str | None = None
@@ -105,7 +105,7 @@ class Reader:
 
         path: file of the small model.
         target: the model whose chunks are scored.
-        options: those of the target; n_ctx, n_threads and chunk are used.
+        options: the target's options; n_ctx, n_threads and chunk are used.
         open_engine: loads the small model.
         retokenize: map by text even if the tokenizers are the same.
         """
@@ -169,7 +169,7 @@ class Reader:
         return self._kv
 
     def _read(self, kv: SmallEngine, tokens: npt.NDArray[np.int32]) -> None:
-        """Let the small model read these tokens to the end. What it has read of them already is not read again."""
+        """Let the small model read these tokens to the end. A common prefix with the tokens read before is not read again."""
         have = kv.tokens
         n = min(len(have), len(tokens))
         differ = np.flatnonzero(have[:n] != tokens[:n])
