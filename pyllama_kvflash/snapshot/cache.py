@@ -64,7 +64,7 @@ class Savable(Protocol):
 
     @property
     def identity(self) -> Identity:
-        """The identity that a snapshot needs to be restored here."""
+        """The identity that snapshots must match to be restored here."""
 
     @property
     def tokens(self) -> Tokens:

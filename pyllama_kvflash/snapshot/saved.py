@@ -28,7 +28,7 @@ class SavedSequence:
 
     @cached_property
     def identity(self) -> Identity:
-        """The identity that a snapshot needs to be restored here.
+        """The identity that snapshots must match to be restored here.
 
         Raises UsageError without a pool.
         """
