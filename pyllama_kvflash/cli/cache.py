@@ -45,7 +45,7 @@ FOLDER = click.option(
 
 @click.group("cache", help=HELP, short_help="List, check or empty the prefix cache.")
 def cache() -> None:
-    """`kvflash cache`."""
+    """The command `kvflash cache`."""
 
 
 def _cache(folder: str | None) -> PrefixCache:

@@ -7,7 +7,7 @@ from pyllama_kvflash.convert.source import Source
 
 
 def general_keys(gguf: Any, source: Source, n_params: int) -> dict[str, tuple[Any, Any, Any]]:
-    """Return the keys by gguf's own heuristics. A README.md that these cannot handle is ignored."""
+    """Return the general metadata keys, as gguf's own heuristics derive them. A README.md that they cannot handle is ignored."""
     for card in (_card(gguf, source.folder), {}):
         try:
             return _keys(gguf, source.name, card, n_params)
