@@ -55,12 +55,12 @@ class Stats:
 
     @property
     def agreement(self) -> float | None:
-        """Share of the compared tokens for which the pool and the full cache have the same likeliest token; None if none were compared."""
+        """Share of the compared tokens for which the pool and the full cache have the same likeliest token; None if no tokens were compared."""
         return self.agreed / self.checked if self.checked else None
 
     @property
     def kld(self) -> float | None:
-        """Mean Kullback-Leibler divergence of the pool from the full cache, in nats; None if none were compared."""
+        """Mean Kullback-Leibler divergence of the pool from the full cache, in nats; None if no tokens were compared."""
         return self.kld_sum / self.checked if self.checked else None
 
     @property
@@ -70,7 +70,7 @@ class Stats:
 
     @property
     def mean_committed(self) -> float:
-        """Tokens per drafted step, counting the one that the model itself adds; 0 without drafted steps."""
+        """Tokens per drafted step, including the token that the model itself adds; 0 without drafted steps."""
         return 1 + self.accepted / self.draft_steps if self.draft_steps else 0.0
 
     @property
@@ -117,7 +117,7 @@ def sum_stats(parts: Iterable[DraftStats]) -> DraftStats:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A batch of the prompt was decoded: `done` of `total` tokens, after `seconds` in all.
+    """A batch of the prompt was decoded. So far, `done` of `total` tokens were decoded, in `seconds`.
 
     resident_bytes: device bytes of full-attention KV and of codes. host_bytes: host bytes taken for records.
     exact: whether the batch attended to the whole text before it. Its full chunks then stay out of the pool until the prompt ends.
@@ -163,7 +163,7 @@ class Reselect:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The last n tokens before position `pos` were compared with the full cache, which took `seconds`.
+    """In `seconds`, the last `n` tokens before position `pos` were compared with the full cache.
 
     agreed: tokens for which the pool and the full cache have the same likeliest token.
     kld: mean Kullback-Leibler divergence of the pool's next-token probabilities from the full cache's, in nats.
@@ -196,7 +196,7 @@ class Token:
     """A token was produced.
 
     text: the text that can now be shown; "" while a UTF-8 sequence or a possible stop string is incomplete.
-    probs: how likely it was, if Sampling.n_probs asks for that.
+    probs: how likely the token was, if Sampling.n_probs asks for that.
     """
 
     id: int

@@ -28,7 +28,7 @@ _LONGEST = 200  # most bytes of a file's name in the name of its unfinished file
 
 
 class Replacement:
-    """An unfinished file beside its target, which it replaces once it is complete.
+    """An unfinished file beside its target. Once it is complete, it replaces the target.
 
     A link is followed, even to a file that does not exist yet. The new file gets the old one's mode and, if permitted, its
     owner. Other hard links of the old file keep the old contents. Used as a context manager, it ends with commit(), or with
@@ -128,7 +128,7 @@ def sweep(folder: Path, pattern: str) -> None:
 
 
 def dated(time_s: float) -> float:
-    """Return a file's time, in seconds since 1970; 0 if that is more than AHEAD in the future, since the clock was then changed."""
+    """Return a file's time, in seconds since 1970; 0 if that is more than AHEAD in the future: the clock was then changed."""
     return time_s if time_s <= time.time() + AHEAD else 0.0
 
 
@@ -198,7 +198,7 @@ def _alive(pid: int) -> bool:
 class _Use:
     """A file that is read or written.
 
-    name: the option that names it, or the file's purpose. mark: see _mark(). updates: see Uses.write().
+    name: the option that names the file, or the file's purpose. mark: see _mark(). updates: see Uses.write().
     """
 
     name: str

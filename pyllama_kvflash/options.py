@@ -1,4 +1,4 @@
-"""Options of a run. An option that llama.cpp also has is named as there."""
+"""Options of a run, with llama.cpp's names where llama.cpp has the option, too."""
 
 import os
 import re
@@ -27,7 +27,7 @@ _SPLIT_LAYERS = {
 """Split modes of llama.cpp that are refused, and why."""
 _NOT_QUANTISED = ("f32", "f16", "bf16")  # cache types of V that llama.cpp takes without flash attention
 _CHOOSING = ("auto", "fresh")
-"""Policies with which each layer chooses. Loading replaces "auto" by a policy that the model supports."""
+"""Policies with which each layer may choose for itself. Loading replaces "auto" by a policy that the model supports."""
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
 LOOKAHEAD = 64
@@ -96,7 +96,7 @@ class Options:
     pool: int | str = (
         "auto"  # tokens of KV on the device; "off": the full cache; "auto": off if the full cache fits and a pool gains little
     )
-    auto_cap: int | None = None  # largest "auto" pool; if given, "auto" always takes a pool; None: 16,384
+    auto_cap: int | None = None  # largest "auto" pool; if set, there is always a pool; None: 16,384 (CPU: 4,096)
     chunk: int = 64  # for measurements: tokens that move together: 16, 32 or 64
     tail: int = 4  # for measurements: chunks at the end that never leave the device
     pins: tuple[tuple[int, int], ...] = ()  # ranges of positions [start, end) that never leave the device
@@ -111,9 +111,9 @@ class Options:
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room or there are RPC servers
 
     # positions outside the pool
-    coarse: str = "auto"  # bits of these positions' codes, to which tokens attend: "4", "2" or "4,2" (keys, values); "off": none; "auto": by memory
+    coarse: str = "auto"  # bits of the codes for positions outside the pool: "4", "2" or "4,2" (keys, values); "off": none; "auto": by memory
     codes_in_panes: bool | None = (
-        None  # for measurements: whether codes are in the GPU memory for panes, and on the host during exact passes; None: if there is no room for both
+        None  # for measurements: whether codes are in the panes' GPU memory, and on the host during exact passes; None: if there is no room for both
     )
 
     # which chunks are resident
@@ -329,7 +329,7 @@ class Options:
 
     @property
     def interval(self) -> int:
-        """Tokens from one scoring to the next: `tau` or, if that is 0, 2; with spec 64, since a draft ends where the pool may change."""
+        """Tokens from one scoring to the next: `tau`; if that is 0, 2, or 64 with spec, since a draft ends where the pool may change."""
         return self.tau or (64 if self.spec else 2)
 
     @property
@@ -346,7 +346,7 @@ class Options:
     def resolved(self, n_ctx_train: int) -> Self:
         """Return a copy with the model's context and this machine's threads filled in. Raises UsageError for a pin beyond the context.
 
-        n_batch becomes at most the context; 0 stays 0, with which the pool decides.
+        n_batch becomes at most the context; 0 stays 0: the pool then decides.
         """
         n_ctx = self.n_ctx or n_ctx_train
         for start, end in self.pins:

@@ -200,7 +200,7 @@ def _put(text: str, marks: Sequence[_Marks]) -> tuple[str, list[bool]]:
 
 
 def _with(rendered: Rendered, text: str | None, warnings: Sequence[str]) -> Rendered:
-    """Return a rendered conversation with further warnings, and with `text` as that of its grammar; None: the text stays."""
+    """Return a rendered conversation with further warnings. text: the grammar's new text; None: the old one stays."""
     grammar: Grammar | None = rendered.grammar
     if grammar is not None and text is not None:
         grammar = replace(grammar, text=text)

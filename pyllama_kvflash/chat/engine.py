@@ -64,7 +64,7 @@ class ChatTemplate:
     ) -> None:
         """source: a template in place of the model's own. seconds: time limit for each rendering.
 
-        Raises UsageError if llama.cpp cannot read the template. fix: the message's end, which says what the user can do then.
+        Raises UsageError if llama.cpp cannot read the template. fix: the end of that error's message: what the user can do.
         """
         given = source if source is not None else model.meta("tokenizer.chat_template")
         self.warning = "" if given else NO_TEMPLATE
@@ -141,7 +141,7 @@ class ChatTemplate:
         return self.rendered(messages, answer=answer).prompt
 
     def begins(self, tokens: Tokens) -> tuple[int, ...]:
-        """Return the indices in a conversation's tokens at which its messages begin, and last the one at which its answer begins.
+        """Return the indices at which messages begin in a conversation's tokens, and last the index at which the answer begins.
 
         tokens: (n,) int32. Every message begins with the same special token; (): the template has no such token.
         """

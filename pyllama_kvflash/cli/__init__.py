@@ -29,7 +29,7 @@ from pyllama_kvflash.text import printable
 
 EXIT_RUNTIME, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 OF_BENCHES = ("bench", "plot")
-"""The commands of kvflash_bench, a package of its own that is imported only for these."""
+"""The commands of kvflash_bench, a package of its own that is imported only for these commands."""
 
 HELP = """Run long prompts through a fixed pool of KV cache.
 

@@ -21,7 +21,7 @@ class Ahead:
     """Reads tokens in a thread. Nothing else may use the engine from begin() until settle() or stop() returns."""
 
     def __init__(self, kv: KVFlash, reporter: Reporter, on_read: Seconds, on_part: Seconds) -> None:
-        """on_read, on_part: called in the thread with the seconds taken by reading a whole text, or a part of one."""
+        """on_read: called in the thread with the seconds that reading a text took. on_part: the same, if only a part was read."""
         self._kv, self._reporter, self._on_read, self._on_part = kv, reporter, on_read, on_part
         self._ended = threading.Event()  # Thread.join() does not wait again once Ctrl-C has ended it (Python 3.11)
         self.reads = False  # whether a text was begun, and neither settle() nor stop() was called since

@@ -50,7 +50,7 @@ def named_model(argument: str | None, option: str | None, *, environment: bool =
 
 
 def model_path(argument: str | None, option: str | None, reporter: Reporter) -> Path:
-    """Return the file of the model that is named or, with a note, of the bundled one. Raises UsageError and ModelError."""
+    """Return the file of the named model or, with a note, that of the bundled model if none is named. Raises UsageError and ModelError."""
     model = named_model(argument, option)
     if model:
         return located(model, reporter)
@@ -66,7 +66,7 @@ def model_path(argument: str | None, option: str | None, reporter: Reporter) -> 
 def outlined(argument: str | None, option: str | None, reporter: Reporter) -> Iterator[tuple[Path, list[str]]]:
     """Yield the file of a model to inspect, and the words that name the model on a command line.
 
-    A model on the Hub that was not downloaded has only its header in the file, which is removed afterwards. Raises as model_path().
+    For a model on the Hub that was not downloaded, it is a temporary file with only the header. Raises the errors of model_path().
     """
     wanted = named_model(argument, option)
     if not isinstance(wanted, Wanted):

@@ -1,4 +1,4 @@
-"""Keeps texts that were read in the prefix cache, so that another command need not read them again."""
+"""Keeps texts in the prefix cache once they are read, so that another command need not read them again."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def default_folder() -> Path:
 
 
 class Kept:
-    """The prefix cache of a command. If no folder was given, the default one keeps long texts that took long to read."""
+    """The prefix cache of a command. If no folder was given, the default folder keeps long texts that took long to read."""
 
     def __init__(self, folder: str | None, limit: int, reporter: Reporter) -> None:
         """folder: the option's value; None: not given, so expect() decides. limit: most bytes of all files. Raises UsageError."""
@@ -98,7 +98,7 @@ class Kept:
             )
 
     def say(self) -> None:
-        """Tell the user once that a text was kept without --prefix-cache. save() does not tell it, since it may run while a person types."""
+        """Tell the user once that a text was kept without --prefix-cache. save() says nothing, since it may run while a person types."""
         if self._news:
             self._reporter.note(self._news)
         self._news = ""

@@ -78,7 +78,7 @@ class Output:
 
     def write(self, text: str) -> None:
         """Write text, which is visible at once on stdout and in a new file. Raises OutputError for a file if there is no on_error,
-        and OSError for stdout, which `kvflash` translates.
+        and for stdout an OSError, which `kvflash` translates.
         """
         if self._file is None:
             sys.stdout.write(text)

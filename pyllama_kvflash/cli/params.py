@@ -145,7 +145,7 @@ NOT_HERE = {
     "--device": _CHOOSE_GPUS,
     "--mlock": "a model's file is mapped, and stays in memory while it is used; leave it out",
 }
-"""Options of llama.cpp that kvflash does not have, each with what to do. Undeclared, -sm and -mg would be read as -s m and -m g."""
+"""Options of llama.cpp that kvflash does not have, each with what to do instead. Undeclared, -sm and -mg would be read as -s m and -m g."""
 
 
 def _not_here(name: str) -> Callable[[Any], Any]:

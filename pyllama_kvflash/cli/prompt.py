@@ -50,7 +50,7 @@ class Prompt:
         self.templated = False
 
     def tokens(self, kv: KVFlash, reporter: Reporter) -> Tokens:
-        """Return the token ids (n,) int32 of the prompt. If it comes after a saved text, that must be in the context already.
+        """Return the token ids (n,) int32 of the prompt. If the prompt comes after a saved text, the context must hold that text.
 
         Raises UsageError if a template cannot be used.
         """

@@ -30,7 +30,7 @@ def drop_what_fails() -> None:
 
 
 class _Closed(io.TextIOBase):
-    """Replaces a closed stdout, so that no result is lost silently. Python sets it to None, to which click writes nothing."""
+    """Replaces a closed stdout, so that no result is lost silently. Python sets sys.stdout to None, and click then writes nothing."""
 
     def write(self, _text: str, /) -> int:
         check_stdout()

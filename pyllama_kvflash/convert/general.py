@@ -1,4 +1,4 @@
-"""The general.* keys (author, name and so on of a drafter), from its name and the front matter of its README.md."""
+"""A drafter's general.* keys (author, name and so on), from its name and the front matter of its README.md."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""Resolve a drafter's metadata, which llama.cpp's dflash.cpp and speculative.cpp read, from config.json and the
-weights.
+"""Resolve a drafter's metadata from config.json and the weights: the keys that llama.cpp's dflash.cpp and
+speculative.cpp read.
 
 docs/CONVERT.md has the table of keys. Nothing is assumed: a value that the computation needs is in config.json or
 follows from a shape; otherwise it is an error.
@@ -193,7 +193,7 @@ def _sizes(config: Config, weights: Weights, *, gemma: bool, dspark: bool) -> di
 
 
 def _head_dim(config: Config, weights: Weights, kv_heads: Size, *, gemma: bool) -> Size:
-    """Return the size of a head, from config.json or, if it is missing there, from the number of k_proj's rows."""
+    """Return the size of a head, from config.json or, if that has none, from the number of rows of k_proj."""
     name = "global_head_dim" if gemma else "head_dim"
     if config.find(name):
         return _named(config.size(name))

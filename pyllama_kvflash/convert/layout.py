@@ -166,7 +166,7 @@ def _tensor(slot: Slot, stored: Stored, drafter: Drafter) -> Tensor:
 
 
 def _targets(stored: Stored, drafter: Drafter) -> npt.NDArray[np.int64]:
-    """Return the target's id of each of the drafter's tokens, (n,) int64. The source stores its offset from the drafter's id."""
+    """Return the target's id for each token of the drafter, (n,) int64. The source stores the offset from the drafter's id."""
     offsets = stored.integers()
     ids = offsets + np.arange(len(offsets))
     n_vocab = drafter.size("vocab")

@@ -32,7 +32,7 @@ class Stored(NamedTuple):
     """A tensor in a file.
 
     shape: in torch's order, the contiguous dimension last.
-    start: offset of the first byte in the file.
+    start: offset of the tensor's first byte in the file.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Weights:
 
 
 def short_name(name: str) -> str:
-    """Return the uniform name of a tensor that exports name differently."""
+    """Return a tensor's uniform name. Exports use different prefixes and spellings."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     for pattern, same in _SAME:

@@ -39,7 +39,7 @@ def make_facts(
 
     The result depends on the arguments alone, as with `make_prompt`.  The same `seed`, `n_facts` and `n_decoys` give
     the same facts and decoys at every length, and the facts lie at about the same relative depths.  The bundled model
-    was trained on the keys: with the full cache, it misses no code or few.
+    was trained on the keys: with the full cache, it misses few codes or none.
 
     Args:
         n_tokens: tokens that the document may take.  It takes at most about 100 fewer.

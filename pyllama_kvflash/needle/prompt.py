@@ -77,8 +77,8 @@ def make_prompt(
             do for tokenizers that split at newlines; otherwise the difference is corrected at the cost of more calls.
         n_needles: codes to hide, 1 to `MAX_NEEDLES`.
         seed: number of the document, 0 or more.
-        held_out: take keys that the bundled model was not trained on.  The model misses codes of some even with
-            the full cache, and of trained keys none.
+        held_out: take keys that the bundled model was not trained on.  Even with the full cache, the model
+            misses the codes of some; of trained keys, it misses none.
         drop: leave the statements out and fill the room with prose.  Keys, answers and questions stay the
             same, so a correct answer could only be a guess.
         haystack: text to hide the codes in instead of generated prose.  It is read from its beginning, and repeated
@@ -180,7 +180,7 @@ class _Prose:
         self._rest = []
 
     def take(self, room: int) -> str:
-        """Take a line of at most `room` tokens, or "" if the next sentence is longer.
+        """Take a line of at most `room` tokens.  Returns "" if the next sentence is longer.
 
         The line is the rest of the current paragraph, or its first sentences that fit.
         """

@@ -85,7 +85,7 @@ def _noise(rng: random.Random) -> list[str]:
 
 
 def paragraph(rng: random.Random) -> list[str]:
-    """Draw one paragraph: 2 to 7 sentences on one topic, with two people and two places; 3 % are noise."""
+    """Draw one paragraph: 2 to 7 sentences on one topic, with two people and two places.  3 % of paragraphs are noise."""
     if rng.random() < _NOISE_SHARE:
         return _noise(rng)
     templates = TOPICS[rng.choice(_TOPIC_NAMES)]
