@@ -19,7 +19,7 @@ class Stats:
     n_ctx: int  # logical positions
     n_pool: int | None  # cells of the pool; None: full cache
     kv_device_bytes: int  # full-attention KV on the device: the pool, or the whole context
-    kv_full_bytes: int  # the same with a full cache of n_ctx positions (rounded up to a multiple of 256)
+    kv_full_bytes: int  # the same for a full cache of n_ctx positions, rounded up to a multiple of 256
     pane_bytes: int  # device memory of the panes, which hold the KV of a few layers in an exact pass; 0: no panes
     compute_bytes: int  # buffers of the computation, on devices and host
     other_device_bytes: int  # sliding-window KV and recurrent state

@@ -105,13 +105,13 @@ class Options:
     # prompts that the pool cannot hold, and answers
     prefill: str = "exact"  # "exact": tokens see all tokens before them; "pool": they see only the pool; "auto": exact if memory allows
     opening: int = -1  # first tokens of an answer to decode losslessly; -1: 32, or 0 with fresh and codes of 4 bits
-    mode: str = "fast"  # "fast": an answer's tokens see the pool; "lossless": the pool drafts them, and the whole text checks them
+    mode: str = "fast"  # "fast": an answer's tokens see the pool; "lossless": they are drafted with the pool, and checked against the whole text
     meter: float = 0.0  # largest share of the time spent comparing tokens with the full cache; 0: none are compared
     min_agreement: float = 0.0  # if a smaller share of compared tokens is equal, decoding becomes lossless; 0: never
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room or there are RPC servers
 
     # positions outside the pool
-    coarse: str = "auto"  # bits of the codes for positions outside the pool: "4", "2" or "4,2" (keys, values); "off": none; "auto": by memory
+    coarse: str = "auto"  # bits of the codes with which tokens see positions outside the pool: "4", "2" or "4,2" (keys, values); "off": none; "auto": by memory
     codes_in_panes: bool | None = (
         None  # for measurements: whether codes are in the panes' GPU memory, and on the host during exact passes; None: if there is no room for both
     )

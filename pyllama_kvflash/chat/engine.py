@@ -172,7 +172,7 @@ class ChatTemplate:
         return ids[0] if ids and not self._model.piece(ids[0]) else None
 
     def tokens(self, model: Model, messages: Sequence[Message], *, answer: bool = True) -> Tokens:
-        """Return the token ids (n,) int32 of a conversation, with special tokens, and with one BOS if the model wants it.
+        """Return a conversation's token ids, (n,) int32, with special tokens, and with one BOS if the model wants it.
 
         Raises UsageError as rendered() does, and if a message is not UTF-8 text.
         """
@@ -237,7 +237,7 @@ def _ending(messages: Sequence[Message], continues: bool | None) -> tuple[Sequen
 
 
 def tokenize_chat(model: Model, text: str) -> Tokens:
-    """Return the token ids (n,) int32 of a rendered conversation. Raises UsageError if it is not UTF-8 text."""
+    """Return a rendered conversation's token ids, (n,) int32. Raises UsageError if the conversation is not UTF-8 text."""
     encoded(text, "the conversation")
     ids = model.tokenize(text, add_special=False, parse_special=True)
     bos = model.tokenize("")[:1]  # empty if the model's prompts have no BOS

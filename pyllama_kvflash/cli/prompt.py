@@ -50,7 +50,7 @@ class Prompt:
         self.templated = False
 
     def tokens(self, kv: KVFlash, reporter: Reporter) -> Tokens:
-        """Return the token ids (n,) int32 of the prompt. If the prompt comes after a saved text, the context must hold that text.
+        """Return the prompt's token ids, (n,) int32. If the prompt comes after a saved text, the context must hold that text.
 
         Raises UsageError if a template cannot be used.
         """

@@ -164,7 +164,7 @@ class Talk:
             self._ahead.begin(tokens[n:])
 
     def _sure(self) -> Tokens:
-        """Return the tokens (n,) int32 with which the next prompt begins, whatever the message is. Raises UsageError."""
+        """Return the tokens, (n,) int32, with which the next prompt begins whatever the message is. Raises UsageError."""
         from pyllama_kvflash.chat.engine import tokenize_chat  # noqa: PLC0415 (slow)
 
         said, waiting = self._said, tuple(self._said.waiting)
@@ -274,7 +274,7 @@ class Talk:
     def _fitting(self, turns: list[Turn], turn: Turn) -> tuple[list[Turn], Tokens]:
         """Leave out the oldest turns until the rest and a new turn fit the context, with room for an answer.
 
-        Returns the turns that stay, and the token ids (n,) int32 of the whole prompt. Turns with files always stay. Raises
+        Returns the turns that stay, and the whole prompt's token ids, (n,) int32. Turns with files always stay. Raises
         UsageError if the template refuses the messages.
         """
         n_ctx, turns, without = self._kv.options.n_ctx, list(turns), []

@@ -15,7 +15,7 @@ MAX_NEEDLES: Final = 1000
 
 _STATEMENT: Final = "The secret code for the {key} is {answer}."
 _QUESTION: Final = "Question: what is the secret code for the {key}? Answer:"
-_SHARED_WORD: Final = 0.15  # chance that a trained key takes its adjective (its noun) from an earlier key
+_SHARED_WORD: Final = 0.15  # chance that a trained key takes its adjective, or its noun, from an earlier key
 _HELD_OUT_WORDS: Final = 0.5  # chance that a held-out key has held-out words, not a new pair of trained ones
 _SLACK: Final = 32  # tokens that a document may lose because the counts of its lines do not add up
 _ROUNDS: Final = 8  # most layouts to try until the count of the whole text fits
