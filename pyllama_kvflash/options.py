@@ -111,7 +111,7 @@ class Options:
     panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room or there are RPC servers
 
     # positions outside the pool
-    coarse: str = "auto"  # bits of the codes with which tokens see positions outside the pool: "4", "2" or "4,2" (keys, values); "off": none; "auto": by memory
+    coarse: str = "auto"  # bits of codes, by which tokens see the rest of the text: "4", "2" or "4,2" (keys, values); "off": none; "auto": by memory
     codes_in_panes: bool | None = (
         None  # for measurements: whether codes are in the panes' GPU memory, and on the host during exact passes; None: if there is no room for both
     )
