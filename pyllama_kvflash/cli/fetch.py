@@ -66,7 +66,7 @@ def model_path(argument: str | None, option: str | None, reporter: Reporter) -> 
 def outlined(argument: str | None, option: str | None, reporter: Reporter) -> Iterator[tuple[Path, list[str]]]:
     """Yield the file of a model to inspect, and the words that name the model on a command line.
 
-    For a model on the Hub that was not downloaded, it is a temporary file with only the header. Raises the errors of model_path().
+    For a model on the Hub that was not downloaded, the file is temporary and has only the header. Raises the errors of model_path().
     """
     wanted = named_model(argument, option)
     if not isinstance(wanted, Wanted):

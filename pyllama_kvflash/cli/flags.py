@@ -12,7 +12,7 @@ _OTHERS = {
     "drafter": "spec.model",  # of `bench spec`
     "n_max": "spec.n_max",
 }
-"""The fields of parameters that are named otherwise."""
+"""Fields whose parameters have another name, by that name."""
 _FIELD = re.compile(r"`([a-z_]+(?:\.[a-z_]+)?)`")
 
 
