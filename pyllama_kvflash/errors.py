@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose, with the exit code `kvflash` gives it.
+"""Every error this package raises on purpose, with the exit code that `kvflash` gives it.
 
     KVFlashError                1
     ├── UsageError              2   an option, an argument or the prompt is at fault; the engine or model is closed
@@ -6,19 +6,19 @@
     ├── ModelError              1   the file is not a model, is damaged, or cannot be loaded
     │   └── UnsupportedError    1   the model is fine, but does not support what is asked
     ├── PoolError               1   the pool has no room for a batch, a pin or a page-in
-    ├── RecordError             1   bytes that are not a record of this chunk, model and cache
+    ├── RecordError             1   the bytes are not a record of this chunk, model and cache
     ├── ScorerError             1   a scorer cannot score: qk takes its place, with a warning
-    ├── HostMemoryError         1   no host memory for another record; nothing was lost
-    ├── SnapshotError           1   a snapshot is damaged, is of something else, or cannot be written; the run continues
+    ├── HostMemoryError         1   there is no host memory for another record; nothing was lost
+    ├── SnapshotError           1   a snapshot is damaged, belongs to something else, or cannot be written; the run continues
     ├── OutputError             1   a result could not be written
     ├── NativeError             1   the computation failed
-    │   ├── AllocationError     1   the native library got no memory, of the host or of a device
+    │   ├── AllocationError     1   the native library could not allocate memory on the host or a device
     │   ├── BadLogitsError      1   the model's logits are NaN or infinite: no token can be chosen
     │   └── DeviceLostError     1   an RPC server is gone, with the data that it held
     └── Interrupted           130   stopped by the user; what was produced is kept
 
 Messages are one sentence or two: what is wrong, the value, the fix. They name options as Python does, such as `n_ctx`; the
-command line replaces these by its own names (cli/flags.py).
+command line replaces these names by its own (cli/flags.py).
 """
 
 import math
@@ -55,7 +55,7 @@ class PoolError(KVFlashError):
 
 
 class RecordError(KVFlashError):
-    """Bytes that are not a record of this chunk, model and cache."""
+    """The bytes are not a record of this chunk, model and cache."""
 
 
 class ScorerError(KVFlashError):
@@ -63,11 +63,11 @@ class ScorerError(KVFlashError):
 
 
 class HostMemoryError(KVFlashError):
-    """No host memory for another record. Nothing was lost: the batch that needed it was not decoded."""
+    """There is no host memory for another record. Nothing was lost: the batch that needed the memory was not decoded."""
 
 
 class SnapshotError(KVFlashError):
-    """A snapshot is damaged, is of another model, cache or text, or cannot be written. The run continues without it."""
+    """A snapshot is damaged, belongs to another model, cache or text, or cannot be written. The run continues without it."""
 
 
 class OutputError(KVFlashError):
@@ -79,15 +79,15 @@ class NativeError(KVFlashError):
 
 
 class AllocationError(NativeError):
-    """The native library got no memory, of the host or of a device."""
+    """The native library could not allocate memory on the host or a device."""
 
 
 class BadLogitsError(NativeError):
-    """Logits are NaN or +infinity, or none is finite: damaged weights, or an overflow of f16. No token can be chosen from them."""
+    """No token can be chosen: a logit is NaN or +infinity, or none is finite. The weights are damaged, or a value overflowed f16."""
 
 
 class DeviceLostError(NativeError):
-    """An RPC server is gone, and with it weights and a part of the KV cache: the engine has to be loaded again."""
+    """An RPC server is gone, with the weights and the part of the KV cache that it held. The engine has to be loaded again."""
 
 
 class Interrupted(KVFlashError):  # noqa: N818 (nobody made an error)
@@ -101,7 +101,7 @@ _LONG = 10**30  # integers from here on are shown as a power of ten
 
 
 def number(value: float) -> str:
-    """Return a number as people write it: 4,294,967,295, 0.3, 1e-40."""
+    """Return a number as people write it: "4,294,967,295", "0.3" or "1e-40"."""
     if isinstance(value, float):
         if not value.is_integer() or abs(value) >= _LARGE:
             return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:,.12g}")
@@ -112,12 +112,12 @@ def number(value: float) -> str:
 
 
 def counted(n: int, what: str) -> str:
-    """Return a number of things as people write it: 1 token, 2,048 tokens."""
+    """Return a number of things as people write it: "1 token" or "2,048 tokens"."""
     return f"{number(n)} {what}{'' if n == 1 else 's'}"
 
 
 def check_range(value: float, low: float, high: float, name: str, hint: str = "") -> None:
-    """Raise UsageError unless low <= value <= high; NaN fails. name: the option's name. hint: a usual value."""
+    """Raise UsageError unless low <= value <= high; NaN fails, too. name: the option's name. hint: ends the message."""
     if not low <= value <= high:
         raise UsageError(out_of_range(value, low, high, f"`{name}`") + (f": {hint}" if hint else ""))
 

@@ -19,7 +19,7 @@ class Stats:
     n_ctx: int  # logical positions
     n_pool: int | None  # cells of the pool; None: full cache
     kv_device_bytes: int  # full-attention KV on the device: the pool, or the whole context
-    kv_full_bytes: int  # the same with a full cache of n_ctx positions (rounded up to a multiple of 256)
+    kv_full_bytes: int  # the same for a full cache of n_ctx positions, rounded up to a multiple of 256
     pane_bytes: int  # device memory of the panes, which hold the KV of a few layers in an exact pass; 0: no panes
     compute_bytes: int  # buffers of the computation, on devices and host
     other_device_bytes: int  # sliding-window KV and recurrent state
@@ -30,9 +30,9 @@ class Stats:
     pages_out: int  # chunks dropped from the pool
     pages_in: int  # chunks brought back
     reselects: int  # times that all chunks were scored
-    reselect_s: float  # spent scoring and moving chunks, including time that overlaps decoding
+    reselect_s: float  # time spent scoring and moving chunks, including time that overlaps decoding
     summary_bytes: int  # host memory of the key summaries that the scorer reads
-    seed: int | None  # of the sampler; None: greedy
+    seed: int | None  # the sampler's seed; None: greedy
     disk_bytes: int = 0  # records on disk, beyond those in host memory
     drafted: int = 0  # tokens guessed
     accepted: int = 0  # guesses that were right
@@ -44,23 +44,23 @@ class Stats:
     kld_sum: float = (
         0.0  # Kullback-Leibler divergence of the pool from the full cache, summed over compared tokens, in nats
     )
-    check_s: float = 0.0  # spent comparing tokens
-    coarse_bytes: int = 0  # codes of all sequences; on a GPU with the buffers for attending to them
+    check_s: float = 0.0  # time spent comparing tokens
+    coarse_bytes: int = 0  # codes of all sequences and, on a GPU, the buffers for attending to them
     coarse_tokens: int = 0  # positions that have codes
     guest_blocks: int = 0  # blocks of the pool that hold guests, which each layer chooses for itself
     guests_fetched: int = 0  # guests fetched from records so far, by all sequences of the pool
-    gpu_bytes: int = 0  # GPU memory that a full context is planned to take, with the driver's; 0: there is no GPU
+    gpu_bytes: int = 0  # GPU memory planned for a full context, including the driver's; 0: there is no GPU
     checkpoint_bytes: int = 0  # host memory of the sequence's checkpoints (recurrent states, sliding windows)
     peak_bytes: int = 0  # peak RAM of the process, including mapped files
 
     @property
     def agreement(self) -> float | None:
-        """Share of the compared tokens for which the pool has the full cache's likeliest token; None if none were compared."""
+        """Share of the compared tokens for which the pool and the full cache have the same likeliest token; None if no tokens were compared."""
         return self.agreed / self.checked if self.checked else None
 
     @property
     def kld(self) -> float | None:
-        """Mean Kullback-Leibler divergence of the pool from the full cache, in nats; None if none were compared."""
+        """Mean Kullback-Leibler divergence of the pool from the full cache, in nats; None if no tokens were compared."""
         return self.kld_sum / self.checked if self.checked else None
 
     @property
@@ -70,12 +70,12 @@ class Stats:
 
     @property
     def mean_committed(self) -> float:
-        """Tokens per drafted step, counting the one that the model itself adds; 0 without drafted steps."""
+        """Tokens per drafted step, including the token that the model itself adds; 0 without drafted steps."""
         return 1 + self.accepted / self.draft_steps if self.draft_steps else 0.0
 
     @property
     def device_kv_bytes(self) -> int:
-        """All device bytes of full-attention KV: of the pool, the codes and the panes, or of the full cache."""
+        """Device bytes of all full-attention KV: the pool, the codes and the panes, or the full cache."""
         return self.kv_device_bytes + self.coarse_bytes + self.pane_bytes
 
     @property
@@ -85,13 +85,13 @@ class Stats:
 
     @property
     def decode_rate(self) -> float:
-        """Generated tokens per second; 0 if fewer than two. The first token comes from the prefill and is not counted."""
+        """Generated tokens per second; 0 if there are fewer than two. The first token comes from the prefill and is not counted."""
         return (self.n_generated - 1) / self.decode_s if self.decode_s and self.n_generated > 1 else 0.0
 
 
 @dataclass(slots=True)
 class DraftStats:
-    """Counts of speculative decoding for one answer, as in Stats."""
+    """Counts of speculative decoding for one answer. Stats explains the fields."""
 
     drafted: int = 0
     accepted: int = 0
@@ -102,7 +102,7 @@ class DraftStats:
 
 @dataclass(slots=True)
 class MeterStats:
-    """Counts of comparisons with the full cache for one answer, as in Stats."""
+    """Counts of comparisons with the full cache for one answer. Stats explains the fields."""
 
     checked: int = 0
     agreed: int = 0
@@ -111,16 +111,16 @@ class MeterStats:
 
 
 def sum_stats(parts: Iterable[DraftStats]) -> DraftStats:
-    """Return the sums of several counts."""
+    """Return the sum of several DraftStats, field by field."""
     return DraftStats(*(sum(values) for values in zip(*map(astuple, parts), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A batch of the prompt was decoded: `done` of `total` tokens, after `seconds` in all.
+    """A batch of the prompt was decoded. So far, `done` of `total` tokens were decoded, in `seconds`.
 
     resident_bytes: device bytes of full-attention KV and of codes. host_bytes: host bytes taken for records.
-    exact: whether the batch attended to the whole text before it. Of its chunks, only one that is not full is then resident.
+    exact: whether the batch attended to the whole text before it. Its full chunks then stay out of the pool until the prompt ends.
     """
 
     done: int
@@ -142,13 +142,13 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Reselect:
-    """The scores of all chunks, and the moves that made the best of them resident, when `pos` positions were written.
+    """All chunks were scored, and the best were made resident, when `pos` positions were written.
 
     reason: "question" (at a prompt's end, before its tail runs again) or "decode".
     scores: one for each chunk, higher is hotter; None: the chunk does not compete (a sink, in the tail, pinned or not full).
-    drops, page_ins: chunks that leave the pool, and chunks that come back.
+    drops, page_ins: chunks that left the pool, and chunks that came back.
     score_s, apply_s: seconds to score, and to move the chunks.
-    missed: share of the last token's attention on the chunks that came in; 0 if the scorer does not report it.
+    missed: share of the last token's attention that belongs to the chunks that came back; 0 if the scorer reports no shares.
     """
 
     pos: int
@@ -163,9 +163,9 @@ class Reselect:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The last n tokens before position `pos` were compared with the full cache, which took `seconds`.
+    """In `seconds`, the last `n` tokens before position `pos` were compared with the full cache.
 
-    agreed: tokens for which both have the same likeliest token.
+    agreed: tokens for which the pool and the full cache have the same likeliest token.
     kld: mean Kullback-Leibler divergence of the pool's next-token probabilities from the full cache's, in nats.
     """
 
@@ -195,8 +195,8 @@ class Probs:
 class Token:
     """A token was produced.
 
-    text: the text that can be shown by now; "" while a UTF-8 sequence or a possible stop string is incomplete.
-    probs: how likely it was, if Sampling.n_probs asks for that.
+    text: the text that can now be shown; "" while a UTF-8 sequence or a possible stop string is incomplete.
+    probs: how likely the token was, if Sampling.n_probs asks for that.
     """
 
     id: int
@@ -208,8 +208,8 @@ class Token:
 class Done:
     """The end of a run.
 
-    reason: "eos", "stop" (a stop string), "length" (max_tokens), "context" (it is full) or "interrupted".
-    text: text that was held back until now. It lacks an incomplete character at the end of an answer that can continue.
+    reason: "eos", "stop" (a stop string), "length" (max_tokens), "context" (the context is full) or "interrupted".
+    text: the text that was held back until now. If the answer can continue, an incomplete character at its end is left out.
     """
 
     reason: str

@@ -1,4 +1,4 @@
-"""Writes files: never over a file that the run reads, and over another file only once the new one is complete."""
+"""Writes files. It never overwrites a file that the run reads, and replaces an old file only once the new one is complete."""
 
 import errno
 import glob
@@ -28,7 +28,7 @@ _LONGEST = 200  # most bytes of a file's name in the name of its unfinished file
 
 
 class Replacement:
-    """An unfinished file beside its target, which it replaces once it is complete.
+    """An unfinished file beside its target. Once it is complete, it replaces the target.
 
     A link is followed, even to a file that does not exist yet. The new file gets the old one's mode and, if permitted, its
     owner. Other hard links of the old file keep the old contents. Used as a context manager, it ends with commit(), or with
@@ -38,9 +38,9 @@ class Replacement:
     """
 
     def __init__(self, target: Path, mode: int = 0o666) -> None:
-        """Create the unfinished file. mode: used if the target does not exist yet, less the umask.
+        """Create the unfinished file. mode: the file's mode, less the umask, if the target does not exist yet.
 
-        Raises OSError if there is no such folder, permission is missing, or the target is not a regular file.
+        Raises OSError if the target's folder does not exist, permission is missing, or the target is not a regular file.
         """
         self.target = Path(os.path.realpath(target))
         old = _regular(self.target)
@@ -108,7 +108,7 @@ def is_stream(path: Path) -> bool:
 
 
 def standard_stream(path: Path) -> int | None:
-    """Return the descriptor of stdout (1) or stderr (2) if it goes to this file or pipe, else None."""
+    """Return 1 if stdout goes to this file or pipe, 2 if stderr does, else None."""
     with suppress(OSError, ValueError):
         status = path.stat()
         for fd in (1, 2):
@@ -128,7 +128,7 @@ def sweep(folder: Path, pattern: str) -> None:
 
 
 def dated(time_s: float) -> float:
-    """Return a file's time, in seconds since 1970; 0 if it is more than AHEAD in the future: the clock was changed since."""
+    """Return a file's time, in seconds since 1970; 0 if that is more than AHEAD in the future: the clock was then changed."""
     return time_s if time_s <= time.time() + AHEAD else 0.0
 
 
@@ -198,7 +198,7 @@ def _alive(pid: int) -> bool:
 class _Use:
     """A file that is read or written.
 
-    name: the option that names it, or the file's purpose. mark: see _mark(). updates: see Uses.write().
+    name: the option that names the file, or the file's purpose. mark: see _mark(). updates: see Uses.write().
     """
 
     name: str
@@ -216,7 +216,7 @@ class Uses:
     """The files that a run reads, those that it writes, and the folders that it manages.
 
     Each file is compared with the others as soon as it is added: by inode, through links, and without regard to case if the
-    file system ignores it. Only regular files, and files that do not exist yet, can be the same: two outputs may go to
+    file system ignores case. Only regular files, and files that do not exist yet, can be the same: two outputs may go to
     /dev/null.
     """
 
@@ -236,9 +236,9 @@ class Uses:
     def write(self, name: str, *paths: str | Path, updates: str = "") -> None:
         """Add files that are written. name: for messages.
 
-        updates: the name of an input that an output may replace, because it is read from its old inode to the end.
+        updates: the name of an input that an output may replace, because the input is read from its old inode to the end.
 
-        Raises UsageError if an output is also read, is another output, or is in a managed folder.
+        Raises UsageError if an output is also read, is also another output, or is in a managed folder.
         """
         for path in paths:
             use = _Use.of(name, path, updates)
@@ -293,7 +293,7 @@ def _same_folder(a: Path, b: Path) -> bool:
 
 
 def _mark(path: Path) -> tuple[object, ...]:
-    """Return the identity of a file: its device and inode or, if it does not exist yet, those of its folder, and its name.
+    """Return the identity of a file: its device and inode or, if it does not exist yet, its folder's device and inode and its name.
 
     (): the file is not a regular file, and is the same as no other.
     """

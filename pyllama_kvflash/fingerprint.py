@@ -55,7 +55,7 @@ def _matrices(header: Header | None, size: int) -> list[tuple[int, int]]:
 
 
 def _places(start: int, end: int, share: int) -> Iterator[tuple[int, int]]:
-    """Yield offsets and lengths to read of a span: all of it, or samples of `share` bytes in all, first and last byte included."""
+    """Yield what to read of a span, as offsets and lengths: all, or samples of `share` bytes in all, with the first and last byte."""
     if end - start <= share:
         yield start, end - start
         return

@@ -1,9 +1,9 @@
 """The header of a GGUF file, and the files of a split model.
 
 The format (ggml-org/ggml, docs/gguf.md): "GGUF", version u32, number of tensors u64, number of values u64, the values, the
-tensors, and their data at a multiple of the alignment. A value consists of its key, a type u32, and its data; a tensor of its
-name, the number of dimensions u32, the dimensions u64, a type u32, and its offset in the data u64. A string consists of its
-length u64 and its bytes. Everything is little-endian.
+tensors, and the tensors' data at a multiple of the alignment. A value is its key, a type u32, and its data. A tensor is its
+name, the number of dimensions u32, the dimensions u64, a type u32, and an offset in the data u64. A string is its length u64
+and its bytes. Everything is little-endian.
 """
 
 import math
@@ -52,7 +52,7 @@ class Header:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file's header. Raises OSError, EOFError if the file ends within it, and ValueError if it is not in this format."""
+        """Read a file's header. Raises OSError, EOFError if the file ends within the header, and ValueError for another format."""
         with path.open("rb") as file:
             cursor = _Cursor(file)
             if cursor.take(4) != MAGIC or cursor.number("<I") not in _VERSIONS:
@@ -118,7 +118,7 @@ class _Cursor:
         return Tensor(name, shape, self.number("<I"), self.number("<Q"))
 
     def number(self, form: str) -> int:
-        """Return the next number; a float if the form says so. form: for struct.unpack()."""
+        """Return the next number. form: its format for struct.unpack(); some formats give a float."""
         res: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]
         return res
 

@@ -80,7 +80,7 @@ class Wanted(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The repository at its revision, for messages."""
+        """The repository and its revision, for messages."""
         return "hf:" + str(self._replace(quant=None))
 
 
@@ -90,7 +90,7 @@ class Wanted(NamedTuple):
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """Return the files that can be the model, sorted: no projector, imatrix or draft head, and only a split model's first part."""
+    """Return the files that can be the model, sorted: no projector, imatrix or draft head, and of a split model only the first part."""
     res = []
     for name in sorted(names):
         split = SPLIT.fullmatch(name)
@@ -100,7 +100,7 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def tag(name: str) -> str:
-    """Return the quantisation in a file's name, in capitals: the last one in the name, else in its folder, else ""."""
+    """Return the quantisation in a file's name, in capitals: the last one in its name, else the last in its folder's, else ""."""
     stem = _stem(name)
     found = _TAG.findall(_base(stem)) or _TAG.findall(stem)
     return str(found[-1]).upper() if found else ""
@@ -109,8 +109,8 @@ def tag(name: str) -> str:
 def choose(names: Iterable[str], quant: str | None = None) -> str | None:
     """Return the model among a repository's files; None if none has the quantisation.
 
-    Without a quantisation, it is Q4_K_M, else Q8_0, else the first file. Of several matches, one with exactly this tag is
-    taken first, then one in a single file, then the one with the shortest name.
+    Without `quant`, the model is a Q4_K_M, else a Q8_0, else the first file. Of several matches, those with exactly this tag
+    come first, then those in a single file, then the shortest name.
     """
     files = models(names)
     for wanted in [quant.upper()] if quant else DEFAULT_QUANTS:
@@ -153,9 +153,9 @@ def fetch(wanted: Wanted, progress: Progress | None = None, note: Note = lambda 
 
 
 def outline(wanted: Wanted, folder: Path, note: Note = lambda _: None) -> Path:
-    """Return a file with only the header of a model, and a hole in place of its tensors. It can be opened with no_alloc.
+    """Return a file with a model's header, and a hole in place of the tensors. The file can be opened with no_alloc.
 
-    A model that was downloaded before is returned instead. folder: where the file is written, or all parts of a split model.
+    A model that was downloaded before is returned instead. folder: where the file, or each part of a split model, is written.
     Raises UsageError and ModelError.
     """
     hub = library()
@@ -176,7 +176,7 @@ def outline(wanted: Wanted, folder: Path, note: Note = lambda _: None) -> Path:
 
 
 def _write_header(hub: Any, url: str, path: Path) -> None:
-    """Write the header of a file on the Hub, asking for twice as many bytes until it is complete, and extend it to the full size."""
+    """Download the header of a file on the Hub, in requests of growing size until it is complete, and extend `path` to the full size."""
     found = hub.get_hf_file_metadata(url)
     size, n = int(found.size), _HEADER
     while True:
@@ -244,7 +244,7 @@ def _offline(wanted: Wanted, note: Note) -> Path:
 
 
 def _instead(wanted: Wanted, err: Exception, note: Note) -> Path:
-    """Return the cached file after an error of the Hub, with a note.
+    """After an error of the Hub, return the cached file, with a note.
 
     Raises the translated error if nothing is cached, or if the request itself was wrong.
     """
@@ -360,7 +360,7 @@ def translated(name: str, err: Exception, instead: str) -> KVFlashError:
 
 
 def _reason(name: str, err: Exception) -> str:
-    """Return why an existing file cannot be downloaded, or why it cannot be stored: the rest of a sentence."""
+    """Return the rest of a sentence: why an existing file cannot be downloaded or stored."""
     if "GatedRepoError" in _kinds(err):
         page = f"https://huggingface.co/{name.removeprefix('hf:').partition('@')[0]}"
         return f", because it is gated: accept its terms on {page}, and log in with `hf auth login`"

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Keywords(TypedDict, total=False):
-    """The fields of Options, where each is documented. tests/test_public.py compares the two."""
+    """The fields of Options, which documents each of them. tests/test_public.py compares the two classes."""
 
     n_ctx: int
     pool: int | str

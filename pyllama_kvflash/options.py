@@ -1,4 +1,4 @@
-"""Options of a run. They have llama.cpp's names if llama.cpp has them."""
+"""Options of a run, with llama.cpp's names where llama.cpp has the option, too."""
 
 import os
 import re
@@ -27,7 +27,7 @@ _SPLIT_LAYERS = {
 """Split modes of llama.cpp that are refused, and why."""
 _NOT_QUANTISED = ("f32", "f16", "bf16")  # cache types of V that llama.cpp takes without flash attention
 _CHOOSING = ("auto", "fresh")
-"""Policies with which each layer chooses. Loading replaces "auto" by a policy that the model supports."""
+"""Policies with which each layer may choose for itself. Loading replaces "auto" by a policy that the model supports."""
 SPEC_KINDS = ("draft", "dflash", "eagle3", "mtp", "ngram")
 MAX_DRAFT, USUAL_DRAFT = 64, 8
 LOOKAHEAD = 64
@@ -38,7 +38,7 @@ RECURRENT_LOOKAHEAD = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """Options of speculative decoding: how tokens are guessed, and when it pays. Names are llama.cpp's if possible."""
+    """Options of speculative decoding: how tokens are guessed, and when drafting pays. Names are llama.cpp's if possible."""
 
     kind: str
     """The source of guesses.
@@ -47,12 +47,12 @@ class Spec:
     "dflash": DFlash, DFlash2 or DSpark.
     "eagle3": EAGLE-3.
     "mtp": the model's own heads, or those in a file.
-    "ngram": the tokens that followed the last tokens earlier in the text.
+    "ngram": if the last tokens occurred earlier in the text, the tokens that followed them there.
     """
     model: str | None = None
     """File of the draft model. "draft", "dflash" and "eagle3" need one; "mtp" may have one; "ngram" takes none."""
     n_max: int = 0
-    """Most tokens of a draft, 1 to 64; 0: 1 to 8, as many as pay by the measured times and acceptance.
+    """Most tokens of a draft, 1 to 64; 0: as many as pay, 1 to 8, judged by the measured times and acceptance.
 
     A draft of n tokens is checked in one batch of n + 1.
     """
@@ -61,7 +61,7 @@ class Spec:
     window: int = 2048
     """How many of the last positions the draft model remembers."""
     gate: float = 1.0
-    """Drafting continues while a drafted step is worth this many plain steps. 0: always draft."""
+    """Drafting continues while a drafted step is worth at least this many plain steps; 0: always draft."""
 
     def __post_init__(self) -> None:
         """Check every value. Raises UsageError."""
@@ -94,26 +94,26 @@ class Options:
     # the context and the pool
     n_ctx: int = 0  # positions of a sequence; 0: as many as the model was trained for
     pool: int | str = (
-        "auto"  # tokens of KV on the device; "off": the full cache; "auto": off if it fits and a pool gains little
+        "auto"  # tokens of KV on the device; "off": the full cache; "auto": off if the full cache fits and a pool gains little
     )
-    auto_cap: int | None = None  # most tokens of an "auto" pool, then always taken; None: 16,384, or the full cache
+    auto_cap: int | None = None  # largest "auto" pool; if set, there is always a pool; None: 16,384 (CPU: 4,096)
     chunk: int = 64  # for measurements: tokens that move together: 16, 32 or 64
     tail: int = 4  # for measurements: chunks at the end that never leave the device
     pins: tuple[tuple[int, int], ...] = ()  # ranges of positions [start, end) that never leave the device
-    n_parallel: int = 1  # sequences of n_ctx positions each that share the pool; needs a policy given by name
+    n_parallel: int = 1  # sequences of n_ctx positions each, which share the pool; if several, policy must be a name
 
     # prompts that the pool cannot hold, and answers
-    prefill: str = "exact"  # "exact": tokens see all before them; "pool": only the pool; "auto": exact if memory allows
+    prefill: str = "exact"  # "exact": tokens see all tokens before them; "pool": they see only the pool; "auto": exact if memory allows
     opening: int = -1  # first tokens of an answer to decode losslessly; -1: 32, or 0 with fresh and codes of 4 bits
-    mode: str = "fast"  # "fast": an answer's tokens see the pool; "lossless": the pool drafts them, and the whole text checks them
-    meter: float = 0.0  # largest share of the time for comparing tokens with the full cache; 0: none are compared
-    min_agreement: float = 0.0  # below this share of equal tokens decoding becomes lossless; 0: never
-    panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room, or on RPC servers
+    mode: str = "fast"  # "fast": an answer's tokens see the pool; "lossless": they are drafted with the pool, and checked against the whole text
+    meter: float = 0.0  # largest share of the time spent comparing tokens with the full cache; 0: none are compared
+    min_agreement: float = 0.0  # if a smaller share of compared tokens is equal, decoding becomes lossless; 0: never
+    panes: int = 0  # layers whose KV an exact pass keeps on each device; 0: 2, or more if an automatic pool leaves room or there are RPC servers
 
     # positions outside the pool
-    coarse: str = "auto"  # bits of their codes, to which tokens attend: "4", "2" or "4,2" (keys, values); "off": no codes; "auto": by memory
+    coarse: str = "auto"  # bits of codes, by which tokens see the rest of the text: "4", "2" or "4,2" (keys, values); "off": none; "auto": by memory
     codes_in_panes: bool | None = (
-        None  # for measurements: whether codes are in a GPU's memory for panes, and on the host during exact passes; None: if they do not fit beside it
+        None  # for measurements: whether codes are in the panes' GPU memory, and on the host during exact passes; None: if there is no room for both
     )
 
     # which chunks are resident
@@ -129,7 +129,7 @@ class Options:
     replay: int = (
         64  # for measurements: tokens at the end of a prompt that run again after the pool was chosen for them; 0: none
     )
-    scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: it is searched (scorers.reader)
+    scorer_model: str | None = None  # small model of "drafter" and "crosstok"; None: one is found (scorers.reader)
 
     # speculative decoding
     spec: Spec | None = None  # None: no speculative decoding
@@ -274,7 +274,7 @@ class Options:
 
     @property
     def where(self) -> dict[str, Any]:
-        """The devices of models, and the scaling of RoPE, as arguments of Model.load()."""
+        """The devices of a model, and the scaling of its RoPE, as arguments of Model.load()."""
         names = ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu", "rope")
         return {name: getattr(self, name) for name in names}
 
@@ -294,20 +294,20 @@ class Options:
         return self.lossless or self.opening > 0 or self.meter_share > 0
 
     def n_asking(self, query: str) -> int:
-        """Return how many of a prompt's last tokens a scorer needs the queries of. query: see Scorer."""
+        """Return for how many of a prompt's last tokens a scorer needs the queries. query: see Scorer."""
         return n_queries(query) or max(1, self.replay)
 
     def n_lookahead(self, *, recurrent: bool) -> int:
-        """Return the most tokens that lossless decoding drafts; 0 without it. recurrent: whether the model has a recurrent state."""
+        """Return the most tokens that lossless decoding drafts at once; 0: none. recurrent: whether the model has a recurrent state."""
         n = RECURRENT_LOOKAHEAD if recurrent else LOOKAHEAD
         wanted = self.lossless or self.min_agreement or (self.n_opening and not recurrent)
         return min(n, self.n_ubatch - 1) if wanted else 0
 
     @property
     def n_opening(self) -> int:
-        """Number of first tokens of an answer that are decoded losslessly: `opening` or, if that is -1, 32 or 0.
+        """How many of an answer's first tokens are decoded losslessly: `opening` or, if that is -1, 32 or 0.
 
-        It is 0 for "fresh" with codes of 4 bits, which reaches the full cache's RULER scores without an opening
+        The default is 0 for "fresh" with codes of 4 bits, which reaches the full cache's RULER scores without an opening
         (docs/results/coarse.md), and for codes that each exact pass would have to move.
         """
         usual = 0 if self.codes_in_panes or (self.policy == "fresh" and self.coarse == "4") else 32
@@ -315,26 +315,26 @@ class Options:
 
     @property
     def n_swaps(self) -> int:
-        """Most chunks that one scoring brings back while decoding or, with fresh, guests that a layer exchanges per batch."""
+        """Most chunks that one scoring brings back while decoding; with fresh, most guests that a layer exchanges per batch."""
         return self.swaps or (EXCHANGE if self.policy in _CHOOSING else 4)
 
     @property
     def meter_share(self) -> float:
-        """Largest share of the time for comparing tokens with the full cache: meter, or 0.05 if min_agreement needs one."""
+        """Largest share of the time spent comparing tokens with the full cache: `meter`, or 0.05 if only min_agreement is set."""
         return self.meter or (0.05 if self.min_agreement else 0.0)
 
     def drafter_batch(self, n_batch: int) -> int:
-        """Return the most tokens that a drafter reads at once: those of an exact pass, too. n_batch: the pool's batch size."""
+        """Return the most tokens that a drafter reads at once, in an exact pass, too. n_batch: the pool's batch size."""
         return n_batch if self.prefill == "pool" else max(n_batch, min(self.n_ubatch, self.n_ctx))
 
     @property
     def interval(self) -> int:
-        """Tokens from one scoring to the next: tau, or 2; with spec 64, since a draft ends where the pool may change."""
+        """Tokens from one scoring to the next: `tau`; if that is 0, 2, or 64 with spec, since a draft ends where the pool may change."""
         return self.tau or (64 if self.spec else 2)
 
     @property
     def shape(self) -> PoolShape:
-        """What every pool must have room for."""
+        """The chunks that every pool must have room for."""
         pinned = n_pinned(pinned_chunks(self.pins, self.chunk), SINKS)
         return PoolShape(self.chunk, SINKS, self.tail, self.n_parallel * pinned, self.n_parallel)
 
@@ -346,7 +346,7 @@ class Options:
     def resolved(self, n_ctx_train: int) -> Self:
         """Return a copy with the model's context and this machine's threads filled in. Raises UsageError for a pin beyond the context.
 
-        n_batch is at most the context; 0 stays 0, and lets the pool decide.
+        n_batch becomes at most the context; 0 stays 0: the pool then decides.
         """
         n_ctx = self.n_ctx or n_ctx_train
         for start, end in self.pins:

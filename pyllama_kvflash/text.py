@@ -14,7 +14,7 @@ from pyllama_kvflash.errors import encoded
 
 
 def n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Return how many leading elements two arrays (n,) and (m,) share: tokens of texts, digests of records."""
+    """Return how many leading elements two arrays share. a: (n,). b: (m,). The elements are tokens, or digests of records."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
@@ -25,7 +25,7 @@ _UNSHOWN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def printable(text: object, keep: str = "") -> str:
-    """Return a name or a message that is safe to show and send. Other characters become U+FFFD, except those in `keep`."""
+    """Return a name or a message that is safe to show and send. Unsafe characters become U+FFFD, except those in `keep`."""
     return "".join("\ufffd" if unicodedata.category(c) in _UNSHOWN and c not in keep else c for c in str(text))
 
 
@@ -62,7 +62,7 @@ class TextStream:
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        """Raises UsageError for a stop string that is not Unicode text."""
+        """stop: strings that end the text. Raises UsageError for one that is not Unicode text."""
         for text in stop:
             encoded(text, "a stop string")
         self.stop: str | None = None
@@ -96,7 +96,7 @@ class TextStream:
         self._decode(unfinished(data))
 
     def flush(self, *, goes_on: bool = False) -> str:
-        """Return the text held back, at the end of the generation.
+        """At the end of the generation, return the text that was held back.
 
         An incomplete UTF-8 sequence becomes U+FFFD. goes_on: the text may continue, so leave the sequence out.
         """

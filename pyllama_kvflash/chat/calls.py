@@ -1,6 +1,6 @@
 """The schemas of a conversation: those of its tools, and that of the answer.
 
-The model sees them as they were given. llama.cpp gets marks in place of schemas, and makes a grammar with these marks; the rules
+The model sees the schemas as they were given. llama.cpp gets marks in place of schemas, and makes a grammar with these marks; the rules
 of the schemas then replace the marks.
 """
 
@@ -19,7 +19,7 @@ _ANSWER = "answer"
 
 
 def checked_schema(schema: Any) -> Checked | None:
-    """Return the checked schema of an answer, which may be given checked or not; None: no schema. Raises SchemaError."""
+    """Return an answer's schema, checked; `schema` may already be checked. None: there is no schema. Raises SchemaError."""
     return schema if schema is None or isinstance(schema, Checked) else check(schema)
 
 
@@ -50,7 +50,7 @@ class Calls:
         return replace(self._called(request, tools), prompt=prompt)
 
     def _called(self, request: dict[str, Any], tools: Sequence["_Tool"]) -> Rendered:
-        """Render a request with tools. Its prompt has marks in place of their schemas."""
+        """Render a request with tools. The prompt has marks in place of the tools' schemas."""
         if not self._named:
             res = self.engine.apply({**request, "tools": [tool.marked() for tool in tools]})
             if res.grammar is None:
@@ -134,7 +134,7 @@ class _Tool:
         return {**self._tool, "function": {**self._tool["function"], "parameters": parameters}}
 
     def lost(self, *, has_marks: bool) -> list[Loosened]:
-        """Return what is not enforced by a grammar whose calls name each argument. has_marks: whether it has all the marks."""
+        """Return what a grammar whose calls name each argument does not enforce. has_marks: whether it has all of the tool's marks."""
         if has_marks and self._arguments.exact:
             return []
         return [
@@ -172,7 +172,7 @@ def _marked(mark: str) -> dict[str, Any]:
 
 
 def _typed(argument: Argument) -> dict[str, Any]:
-    """Return a schema with just the types of an argument."""
+    """Return a schema that has only the types of an argument."""
     if len(argument.types) == 1:
         return {"type": argument.types[0]}
     return {} if "string" not in argument.types or argument.types == TYPES else {"type": list(argument.types)}
@@ -187,7 +187,7 @@ class _Marks:
 
 
 def _put(text: str, marks: Sequence[_Marks]) -> tuple[str, list[bool]]:
-    """Replace marks in a grammar by rules of their schemas. Returns the grammar, and for each schema whether all marks were found."""
+    """Replace marks in a grammar by rules of their schemas. Returns the grammar, and for each schema whether all its marks were found."""
     rules, found = [text.rstrip("\n") + "\n"], []
     for i, one in enumerate(marks):
         literals = [f'"{{\\"kvflash\\":\\"{mark}\\"}}"' for mark in one.keys]
@@ -200,7 +200,7 @@ def _put(text: str, marks: Sequence[_Marks]) -> tuple[str, list[bool]]:
 
 
 def _with(rendered: Rendered, text: str | None, warnings: Sequence[str]) -> Rendered:
-    """Return a rendered conversation with another text of its grammar (None: the same), and further warnings."""
+    """Return a rendered conversation with further warnings. text: the grammar's new text; None: the old one stays."""
     grammar: Grammar | None = rendered.grammar
     if grammar is not None and text is not None:
         grammar = replace(grammar, text=text)

@@ -30,7 +30,7 @@ NO_TEMPLATE = (
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise UsageError unless messages are those of a conversation: at least one, each with a role and a text, or tool calls."""
+    """Raise UsageError unless there is at least one message, and each has a role and either a text or tool calls."""
     wanted = 'give a list such as [{"role": "user", "content": "Hello"}]'
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         what = "None" if messages is None else f"a {type(messages).__name__}"
@@ -64,7 +64,7 @@ class ChatTemplate:
     ) -> None:
         """source: a template in place of the model's own. seconds: time limit for each rendering.
 
-        fix: what the user can do about a template that cannot be read, for the error. Raises UsageError if llama.cpp cannot read the template.
+        Raises UsageError if llama.cpp cannot read the template. fix: the end of that error's message: what the user can do.
         """
         given = source if source is not None else model.meta("tokenizer.chat_template")
         self.warning = "" if given else NO_TEMPLATE
@@ -77,7 +77,7 @@ class ChatTemplate:
 
     @property
     def caps(self) -> dict[str, bool]:
-        """Whether the template supports each feature, by llama.cpp's names."""
+        """Whether the template supports each feature. The keys are llama.cpp's names of the features."""
         return self._calls.engine.caps
 
     @property
@@ -95,13 +95,13 @@ class ChatTemplate:
     ) -> Rendered:
         """Return a conversation as a prompt, with the grammar and the parser of its answer.
 
-        answer: whether to add the beginning of the answer. continues: whether the answer continues the last message; None: only if
-        that is an assistant's message with text or reasoning, and without calls. An empty last message of the assistant is left
-        out. asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls, json_schema
+        answer: whether to add the beginning of the answer. An empty last message of the assistant is then left out.
+        continues: whether the answer continues the last message; None: only if that is the assistant's and has no calls.
+        asked: tools, tool_choice (or {"type": "function", "function": {"name": ...}}), parallel_tool_calls, json_schema
         (checked or not), enable_thinking and chat_template_kwargs, as for ChatEngine.apply().
 
-        Raises UsageError if the template does not take these messages or these tools, or fails, or the schema cannot be used,
-        or there is no message to continue.
+        Raises UsageError if the template fails or does not take these messages or tools, if the schema cannot be used, and if
+        there is no message to continue.
         """
         messages, continued = _ending(messages, continues) if answer else (messages, False)
         if continued and asked.get("tools") and asked.get("tool_choice", "auto") not in ("auto", "none"):
@@ -141,14 +141,14 @@ class ChatTemplate:
         return self.rendered(messages, answer=answer).prompt
 
     def begins(self, tokens: Tokens) -> tuple[int, ...]:
-        """Return where the messages in a conversation's tokens (n,) int32 begin, and last where its answer begins.
+        """Return the indices at which messages begin in a conversation's tokens, and last the index at which the answer begins.
 
-        All begin with the same special token; (): the template has no such token.
+        tokens: (n,) int32. Every message begins with the same special token; (): the template has no such token.
         """
         return () if self._opener is None else tuple(np.flatnonzero(tokens == self._opener).tolist())
 
     def next_turn(self, message: Message) -> str:
-        """Return the text between an answer and the next one, for a conversation that continues with a message.
+        """Return the text between an answer and the next one: `message`, as the template writes it.
 
         Raises UsageError as rendered() does, and if the template does not show earlier answers unchanged.
         """
@@ -172,7 +172,7 @@ class ChatTemplate:
         return ids[0] if ids and not self._model.piece(ids[0]) else None
 
     def tokens(self, model: Model, messages: Sequence[Message], *, answer: bool = True) -> Tokens:
-        """Return the token ids (n,) int32 of a conversation, with special tokens, and with one BOS if the model wants it.
+        """Return a conversation's token ids, (n,) int32, with special tokens, and with one BOS if the model wants it.
 
         Raises UsageError as rendered() does, and if a message is not UTF-8 text.
         """
@@ -203,7 +203,7 @@ def _up_to_end(calls: Calls, request: Mapping[str, Any]) -> str:
     """Return a conversation as the template itself writes it, up to the end of the last message's text.
 
     llama.cpp alone would put that text after the header of an answer, with reasoning in a form of its own. "": the last message
-    has no text, or the template does not show it.
+    has no text, or the template does not show the text.
     """
     if not request["messages"][-1].get("content"):
         return ""
@@ -215,7 +215,7 @@ def _up_to_end(calls: Calls, request: Mapping[str, Any]) -> str:
 def _ending(messages: Sequence[Message], continues: bool | None) -> tuple[Sequence[Message], bool]:  # noqa: FBT001
     """Return the messages before an answer, and whether the answer continues the last one.
 
-    An empty last message of the assistant, as agents send it after an answer without text, is left out. Raises UsageError if
+    An empty last message of the assistant, such as agents send after an answer without text, is left out. Raises UsageError if
     there is no message to continue.
     """
     said = False
@@ -237,7 +237,7 @@ def _ending(messages: Sequence[Message], continues: bool | None) -> tuple[Sequen
 
 
 def tokenize_chat(model: Model, text: str) -> Tokens:
-    """Return the token ids (n,) int32 of a rendered conversation. Raises UsageError if it is not UTF-8 text."""
+    """Return a rendered conversation's token ids, (n,) int32. Raises UsageError if the conversation is not UTF-8 text."""
     encoded(text, "the conversation")
     ids = model.tokenize(text, add_special=False, parse_special=True)
     bos = model.tokenize("")[:1]  # empty if the model's prompts have no BOS

@@ -43,18 +43,18 @@ _FORM = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-"""A template with calls in this form: llama.cpp derives the grammar and the parser of an answer from it."""
+"""A template that writes calls as JSON between two tags. llama.cpp derives the grammar and the parser of an answer from it."""
 
 
 class TextTools:
-    """The grammar and the parser of answers with calls in this form."""
+    """The grammar and the parser of answers whose calls are JSON between two tags."""
 
     def __init__(self, model: Model, *, seconds: float) -> None:
         """seconds: time limit for each rendering."""
         self._calls = Calls(ChatEngine(model, _FORM, seconds=seconds))
 
     def answered(self, request: Mapping[str, Any]) -> Rendered:
-        """Return the grammar and parser of the answer to a request, as Calls.applied(). Its prompt has no meaning."""
+        """Return the grammar and parser of the answer to a request, as Calls.applied() does. The result's prompt has no meaning."""
         asked = {key: request[key] for key in _ASKED if key in request}
         return self._calls.applied(
             {**asked, "messages": [{"role": "user", "content": ""}], "add_generation_prompt": True}
@@ -81,7 +81,7 @@ def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, 
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield messages as text. Consecutive results become one message of the user, since templates want alternating roles."""
+    """Yield messages as text. Consecutive results of tools become one user message, since templates want alternating roles."""
     results: list[str] = []
     for message in messages:
         if message["role"] == "tool":

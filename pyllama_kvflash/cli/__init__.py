@@ -29,7 +29,7 @@ from pyllama_kvflash.text import printable
 
 EXIT_RUNTIME, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 OF_BENCHES = ("bench", "plot")
-"""The commands of kvflash_bench, a package of its own that is imported only for these."""
+"""The commands of kvflash_bench, a package of its own that is imported only for these commands."""
 
 HELP = """Run long prompts through a fixed pool of KV cache.
 
@@ -68,11 +68,11 @@ class Group(click.Group):
         return sorted([*super().list_commands(ctx), *OF_BENCHES])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command with a name; None: there is no such command."""
+        """Return the command of this name; None: there is no such command."""
         return _of_benches(cmd_name) if cmd_name in OF_BENCHES else super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Find the command. Raises UsageError if a model's file name is in its place."""
+        """Find the command. Raises UsageError if a model's file name is in the command's place."""
         if args[0].endswith(".gguf"):
             msg = (
                 f'{args[0]} is not a command: kvflash run {args[0]} -p "text" asks this model, and -f FILE reads a file'
@@ -114,7 +114,7 @@ class Group(click.Group):
 
 
 def _of_benches(name: str) -> click.Command:
-    """Return a command of kvflash_bench. If that is not installed, return a command that says so, whatever its arguments."""
+    """Return a command of kvflash_bench or, if that is not installed, a command that says so, whatever its arguments."""
     if find_spec("kvflash_bench"):
         found: click.Command = getattr(import_module("kvflash_bench.cli"), name)
         return found
@@ -129,7 +129,7 @@ def _of_benches(name: str) -> click.Command:
 
 
 def _sentence(err: click.ClickException) -> str:
-    """Return click's error in the form of ours: one sentence, and where to read more."""
+    """Return the text of click's error in the form of our errors: one sentence, and where to read more."""
     what = err.format_message()
     if isinstance(err, click.BadParameter) and err.param and err.message:
         what = f"{_given(err.param, err.ctx)}: {err.message}"
@@ -156,7 +156,7 @@ def _fail(message: str, code: int) -> None:
 @click.group(cls=Group, help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="kvflash")
 def main() -> None:
-    """`kvflash`."""
+    """The command `kvflash`."""
 
 
 main.add_command(run)

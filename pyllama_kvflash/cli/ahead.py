@@ -21,14 +21,14 @@ class Ahead:
     """Reads tokens in a thread. Nothing else may use the engine from begin() until settle() or stop() returns."""
 
     def __init__(self, kv: KVFlash, reporter: Reporter, on_read: Seconds, on_part: Seconds) -> None:
-        """on_read, on_part: called in the thread with the seconds that it took to read a text, or a part of it before a stop."""
+        """on_read: called in the thread with the seconds that reading a text took. on_part: the same, if only a part was read."""
         self._kv, self._reporter, self._on_read, self._on_part = kv, reporter, on_read, on_part
         self._ended = threading.Event()  # Thread.join() does not wait again once Ctrl-C has ended it (Python 3.11)
         self.reads = False  # whether a text was begun, and neither settle() nor stop() was called since
         self.progress: Prefill | None = None  # what was read so far
 
     def begin(self, tokens: Tokens) -> None:
-        """Start reading tokens (n,) int32 after those in the context."""
+        """Start reading tokens, which follow those in the context. tokens: (n,) int32."""
         self.progress = None
         self._ended.clear()
         thread = threading.Thread(target=self._run, args=(tokens,), name="kvflash-ahead", daemon=True)
@@ -57,7 +57,7 @@ class Ahead:
     def settle(self) -> None:
         """Show a bar until the text is read.
 
-        Within native.interruptible(), Ctrl-C stops the reading. Pressed twice, it raises KeyboardInterrupt: call stop() then.
+        Within native.interruptible(), Ctrl-C stops the reading. A second Ctrl-C raises KeyboardInterrupt: call stop() then.
         """
         if not self.reads:
             return

@@ -45,7 +45,7 @@ FOLDER = click.option(
 
 @click.group("cache", help=HELP, short_help="List, check or empty the prefix cache.")
 def cache() -> None:
-    """`kvflash cache`."""
+    """The command `kvflash cache`."""
 
 
 def _cache(folder: str | None) -> PrefixCache:
@@ -68,8 +68,8 @@ def _warned(found: PrefixCache, reporter: Reporter) -> bool:
 @cache.command("ls", cls=Command, short_help="List the snapshots, the last used first.")
 @FOLDER
 def ls(folder: str | None) -> int:
-    """List the snapshots in the cache, the last used first. One with a date in the future counts as the oldest. A size does not
-    include records in other files. A model without a known name is shown by its fingerprint. The exit code is 1 if a folder of
+    """List the snapshots in the cache, the last used first. A snapshot with a date in the future counts as the oldest. Sizes do
+    not include records in other files. A model without a known name is shown by its fingerprint. The exit code is 1 if a folder of
     the cache cannot be read.
     """
     found = _cache(folder)
@@ -99,7 +99,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 @FOLDER
 @click.option("--remove", is_flag=True, help="Remove damaged snapshots. Those that cannot be read stay.")
 def verify(folder: str | None, *, remove: bool) -> int:
-    """Check every snapshot against its digests and checksums. The exit code is 1 if one is damaged, or cannot be read."""
+    """Check every snapshot against its digests and checksums. The exit code is 1 if a snapshot is damaged, or cannot be read."""
     found, damaged, unread, removed = _cache(folder), 0, 0, list[Path]()
     reporter = Reporter()
     for entry in found.entries():

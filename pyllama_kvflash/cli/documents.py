@@ -1,4 +1,4 @@
-"""The text of documents that are not text files: PDF by pypdf, DOCX by python-docx (the extra `documents`)."""
+"""The text of documents that are not text files: PDF with pypdf, DOCX with python-docx (the extra `documents`)."""
 
 import io
 import zipfile
@@ -15,8 +15,8 @@ _EDGE = 1024  # bytes at both ends in which to look for a PDF's marks: some file
 def text_of(data: bytes, what: str) -> str | None:
     """Return the text of a PDF or DOCX; None: the data is neither. what: the document's name in errors.
 
-    Pages, paragraphs and rows of tables are lines of their own, in the document's order. Raises UsageError if the library for it
-    is missing or cannot read it, or if it has no text.
+    Each page, paragraph and table row begins a new line, in the document's order. Raises UsageError if the library for the
+    format is missing or cannot read the data, or if the document has no text.
     """
     if data.startswith(_PDF) or (_PDF in data[:_EDGE] and b"%%EOF" in data[-_EDGE:]):
         return _read(data, what, "a PDF", "pypdf", _pages, "pdftotext")
@@ -63,7 +63,7 @@ def _paragraphs(docx: Any, file: io.BytesIO) -> Iterator[str]:
 
 
 def _blocks(node: Any, qn: Callable[[str], str]) -> Iterator[str]:
-    """Yield the paragraphs and tables in a node, also within content controls and insertions. A table has a line for each row."""
+    """Yield the paragraphs and tables in a node, also those within content controls and insertions. A table has a line for each row."""
     for child in node:
         if child.tag == qn("w:p"):
             yield _line(child, qn)

@@ -27,7 +27,7 @@ from pyllama_kvflash.needle import BUNDLED_MODEL
 
 
 def named_model(argument: str | None, option: str | None, *, environment: bool = True) -> str | Wanted | None:
-    """Return the model that MODEL.gguf, -m or -hf names; None: no model is named. Raises UsageError.
+    """Return the model that the argument MODEL.gguf, -m or -hf names; None: no model is named. Raises UsageError.
 
     The command line takes precedence over the environment. environment: whether a model that only the environment names counts.
     """
@@ -50,7 +50,7 @@ def named_model(argument: str | None, option: str | None, *, environment: bool =
 
 
 def model_path(argument: str | None, option: str | None, reporter: Reporter) -> Path:
-    """Return the file of the model that the command line names, or that of the bundled one, with a note that says so."""
+    """Return the file of the named model or, with a note, that of the bundled model if none is named. Raises UsageError and ModelError."""
     model = named_model(argument, option)
     if model:
         return located(model, reporter)
@@ -64,9 +64,9 @@ def model_path(argument: str | None, option: str | None, reporter: Reporter) -> 
 
 @contextmanager
 def outlined(argument: str | None, option: str | None, reporter: Reporter) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the file of a model to inspect, and the words that name the model on a command line. Raises as model_path().
+    """Yield the file of a model to inspect, and the words that name the model on a command line.
 
-    For a model on the Hub that was not downloaded, the file has only the header, and is removed afterwards.
+    For a model on the Hub that was not downloaded, the file is temporary and has only the header. Raises the errors of model_path().
     """
     wanted = named_model(argument, option)
     if not isinstance(wanted, Wanted):
@@ -81,7 +81,7 @@ def outlined(argument: str | None, option: str | None, reporter: Reporter) -> It
 
 
 def located(model: str | Wanted, reporter: Reporter) -> Path:
-    """Return the file of a model that named_model() found, downloaded if it is on the Hub, and declare that it is read.
+    """Return the file of a model that named_model() found, and declare that the command reads it. A model on the Hub is downloaded.
 
     Raises UsageError and ModelError.
     """

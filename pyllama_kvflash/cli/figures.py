@@ -15,7 +15,7 @@ _MOMENT = 10  # a shorter time has a decimal
 
 
 def duration(seconds: float) -> str:
-    """Return a time: "4.2 s", "42 s", "3:05", "1:03:05"."""
+    """Return a time as text: "4.2 s", "42 s", "3:05", "1:03:05"."""
     if seconds < SHORT:
         return f"{seconds:.{int(seconds < _MOMENT)}f} s"
     minutes, s = divmod(round(seconds), 60)
@@ -102,7 +102,7 @@ _ENDED = {
     "context": "cut off: the context is full (-c)",
     "interrupted": "interrupted",
 }
-"""Reasons for the end of an answer other than its own end, in words."""
+"""Why an answer was cut off, in words, by Done.reason."""
 
 
 def closing(s: Stats, reason: str) -> str:

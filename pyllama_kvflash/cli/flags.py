@@ -12,12 +12,12 @@ _OTHERS = {
     "drafter": "spec.model",  # of `bench spec`
     "n_max": "spec.n_max",
 }
-"""Fields of parameters whose names differ from the field's."""
+"""Fields whose parameters have another name, by that name."""
 _FIELD = re.compile(r"`([a-z_]+(?:\.[a-z_]+)?)`")
 
 
 def spelled(text: str, command: click.Command | None = None) -> str:
-    """Return a message with a command's names: -c/--ctx-size for `n_ctx`, --set panes for `panes`.
+    """Return a message with the names that options have in a command: -c/--ctx-size for `n_ctx`, --set panes for `panes`.
 
     command: None: the running command. Options that the command does not have keep Python's names.
     """
@@ -41,6 +41,6 @@ def spelled(text: str, command: click.Command | None = None) -> str:
 
 
 def _name(option: click.Option) -> str:
-    """Return an option's first short name and first long name, such as -c/--ctx-size; just one if it has no other."""
+    """Return an option's first short name and first long name, such as -c/--ctx-size, or the only one of the two."""
     short = [opt for opt in option.opts if not opt.startswith("--")]
     return "/".join([*short[:1], *[opt for opt in option.opts if opt.startswith("--")][:1]])

@@ -62,11 +62,11 @@ def inspect(model_arg: str | None, model: str | None, *, as_json: bool, **values
 
 
 _HOLDS = ("name", "gpu", "remote", "free", "token_bytes", "coarse")
-"""Fields that are shown of a device that holds KV."""
+"""Fields of DeviceBytes that are shown for a device that holds KV."""
 
 
 def _find(looked: Look) -> dict[str, Any]:
-    """Return the facts about a model, by their names in JSON. memory: the devices that hold anything, as DeviceBytes."""
+    """Return the facts about a model, by their names in JSON. The value of "memory" is DeviceBytes of the devices that hold anything."""
     model, seen = looked.model, looked.seen
     taken = Planned((), PoolSize(None), looked.options) if seen.memory_class == "none" else looked.planned()
     options, coded = taken.options, _coded(looked, taken.options)

@@ -1,4 +1,4 @@
-"""Keeps texts that were read in the prefix cache, so that another command need not read them again."""
+"""Keeps texts in the prefix cache once they are read, so that another command need not read them again."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def default_folder() -> Path:
 
 
 class Kept:
-    """The prefix cache of a command: in the folder that was given, or in the default one for long texts that took long to read."""
+    """The prefix cache of a command. If no folder was given, the default folder keeps long texts that took long to read."""
 
     def __init__(self, folder: str | None, limit: int, reporter: Reporter) -> None:
         """folder: the option's value; None: not given, so expect() decides. limit: most bytes of all files. Raises UsageError."""
@@ -48,10 +48,10 @@ class Kept:
         self._news = ""
 
     def expect(self, n_characters: int, n_ctx: int) -> bool:
-        """Prepare for a text of n_characters. Returns whether the engine should be able to save it: `Options.snapshots`.
+        """Prepare for a text of n_characters. Returns whether the engine should be able to save the text: `Options.snapshots`.
 
-        Without a GPU, a long text is worth a pool, which can be saved, and also decodes faster (docs/results/cpu.md), unless the
-        automatic pool would cover the context. n_ctx: the option's value. Raises UsageError.
+        Without a GPU, a long text is worth a pool unless an automatic pool would cover the context: a pool can be saved, and
+        decodes faster (docs/results/cpu.md). n_ctx: the option's value. Raises UsageError.
         """
         if not self._may or n_characters < _LONG:
             return self.asked
@@ -68,9 +68,9 @@ class Kept:
         return not gpus() and not 0 < n_ctx <= HOST_CAP
 
     def restore(self, kv: KVFlash, tokens: Tokens) -> int:
-        """Restore the longest cached beginning of a text (n,) int32 if it is longer than the one in the context.
+        """Restore the longest cached beginning of a text if the context has a shorter one. tokens: (n,) int32.
 
-        Returns its number of positions; 0: nothing was restored.
+        Returns the number of positions restored, which may be 0.
         """
         if self._cache is None or kv.n_pool is None or self._cache.match(kv, tokens) <= n_common(kv.tokens, tokens):
             return 0
@@ -78,7 +78,7 @@ class Kept:
         return self._n_known
 
     def took(self, seconds: float) -> None:
-        """Add the seconds that it took to read a text, or a part of it, into the context."""
+        """Count the seconds that were spent reading a text, or a part of it."""
         self._unsaved += seconds
 
     def save(self, kv: KVFlash) -> None:
@@ -98,7 +98,7 @@ class Kept:
             )
 
     def say(self) -> None:
-        """Tell the user once that a text was kept without --prefix-cache. save() does not: it may run while a person types."""
+        """Tell the user once that a text was kept without --prefix-cache. save() says nothing, since it may run while a person types."""
         if self._news:
             self._reporter.note(self._news)
         self._news = ""

@@ -14,7 +14,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class Kind(click.ParamType[Any]):
-    """A value that is read from a text. Other values, such as defaults, are taken as they are."""
+    """The type of a value that is read from a text. Values other than texts, such as defaults, are taken as they are."""
 
     name = "value"
 
@@ -32,7 +32,7 @@ class Kind(click.ParamType[Any]):
 
 
 class TokenCount(Kind):
-    """A number of tokens: 4096, or 4K or 1M in units of 1,024; or one of some words."""
+    """A number of tokens: 4096, or 4K or 1M in units of 1,024; or one of `words`."""
 
     name = "tokens"
 
@@ -166,6 +166,6 @@ class Layers(Kind):
 
 
 ALL_LAYERS = Layers({"all": -1, "auto": -1}, least=-1)
-"""Layers on GPUs; "auto" is llama.cpp's."""
+"""Layers on GPUs; "auto" is llama.cpp's word."""
 HOST_LAYERS = Layers({"auto": "auto"})
 """Layers whose experts stay on the host."""

@@ -9,7 +9,7 @@ _NO_LIMIT = "records go to disk (`disk`) only once no RAM is left: limit those i
 
 
 def mib(n: int) -> str:
-    """Return bytes as MiB, or as GiB where that reads better."""
+    """Return bytes in MiB or, from 10 GiB on, in GiB."""
     return f"{n / 2**30:.2f} GiB" if n >= 10 << 30 else f"{n / 2**20:.1f} MiB"
 
 
@@ -38,7 +38,7 @@ def held_in_ram(needs: Sequence[DeviceBytes]) -> tuple[int, int]:
 
 
 def records_lines(options: Options, needs: Sequence[DeviceBytes], full: int) -> list[str]:
-    """Return warnings about where records are kept. needs: for a full context. full: bytes of the full cache."""
+    """Return warnings about where records are kept. needs: each device's memory with a full context. full: bytes of the full cache."""
     if options.host_limit is not None and options.disk:
         return []
     if options.disk:

@@ -22,7 +22,7 @@ def is_typed() -> bool:
 
 
 def messages(reporter: Reporter) -> Iterator[str]:
-    """Yield messages and commands, without empty ones: those that a person types, or the lines of a file.
+    """Yield the messages and commands that a person types, or that a file has on its lines. Empty ones are left out.
 
     Raises UsageError for a file without messages, and for a line that is not text.
     """
@@ -72,7 +72,7 @@ def _message(read: Callable[[str], str], *, typed: bool) -> str:
 def _reader() -> Callable[[str], str]:
     """Return a function that shows a prompt, and reads a line of stdin.
 
-    It raises EOFError, and UsageError for a line that is not text.
+    The function raises EOFError, and UsageError for a line that is not text.
     """
     if sys.stdin.isatty():
         if isinstance(sys.stdin, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""The demonstration: one long prompt, the same questions, with the full cache and with a pool."""
+"""The demonstration: one long prompt and the same questions, once with the full cache and once with a pool."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ QUESTION_ROOM = 64  # positions for a question and its answer
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of one configuration. answers: one for each needle. stats: of the prompt and all answers together."""
+    """The answers of one configuration. answers: one for each needle. stats: for the prompt and all answers together."""
 
     name: str
     answers: tuple[str, ...]
@@ -40,7 +40,7 @@ def read(kv: KVFlash, prompt: NeedlePrompt, on_prefill: Callable[[Prefill], None
 def ask_all(
     kv: KVFlash, prompt: NeedlePrompt, prefill_s: float, on_answer: Callable[[int], None] = lambda _: None
 ) -> Answers:
-    """Answer all questions after the text, each as if it were the only one. on_answer is told how many are answered."""
+    """Ask each question after the text, as if it were the only one. prefill_s: from read(). on_answer: called with the number of answers so far."""
     end, n_decoded, decode_s = kv.n_tokens, 0, 0.0
     answers: list[str] = []
     for needle in prompt.needles:

@@ -23,8 +23,8 @@ class Output:
     def __init__(self, name: str | None, on_error: Callable[[OutputError], None] | None = None) -> None:
         """Open the output. Raises OutputError.
 
-        name: None or "-": stdout. on_error: called once if the open file cannot be written, and later text is dropped; None:
-        OutputError is raised.
+        name: None or "-": stdout. on_error: called once if writing to the open file fails, after which text is dropped; None:
+        OutputError is raised instead.
         """
         self._on_error = on_error
         self._failed = False
@@ -73,12 +73,12 @@ class Output:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the text is shown on a terminal, or goes to the same file as stderr: a line there would split a sentence."""
+        """Whether the text is on a terminal, or in the same file as stderr, so that a line on stderr would split a sentence."""
         return self._path is None and (sys.stdout.isatty() or _is_one(sys.stdout, sys.stderr))
 
     def write(self, text: str) -> None:
-        """Write text, visible at once in stdout and in a new file. Raises OutputError if there is no on_error; on
-        stdout OSError, which `kvflash` translates.
+        """Write text, which is visible at once on stdout and in a new file. Raises OutputError for a file if there is no on_error,
+        and for stdout an OSError, which `kvflash` translates.
         """
         if self._file is None:
             sys.stdout.write(text)
@@ -133,10 +133,10 @@ class Output:
 
 
 class Answer(Output):
-    """The answer of a run. If its file cannot be written, as on a full disk, all of it goes to stdout at the end."""
+    """The answer of a run. If its file cannot be written, as on a full disk, the whole answer goes to stdout at the end."""
 
     def __init__(self, name: str | None, on_error: Callable[[OutputError], None]) -> None:
-        """Open the output, as Output does. If stdout is closed, it cannot take the answer, so OutputError is raised."""
+        """Open the output, as Output does. If stdout is closed, a file that cannot be written raises OutputError."""
         super().__init__(name, None if stdout_closed() else on_error)
         self._text: list[str] = []
 
@@ -152,7 +152,7 @@ class Answer(Output):
         super().write(text)
 
     def close(self) -> None:
-        """Finish the file, or write the whole answer to stdout if it failed. Harmless when called again."""
+        """Finish the file or, if writing it failed, write the whole answer to stdout. Harmless when called again."""
         super().close()
         self._rescue()
 

@@ -2,7 +2,7 @@
 
 
 class Pace:
-    """Estimates the time for the rest of a prompt. A token takes longer, the more tokens come before it.
+    """Estimates the time for the rest of a prompt. A token takes longer the more tokens come before it.
 
     The second half of the tokens read so far tells how long a token takes now. A comparison with the first half tells how fast
     that time grows.

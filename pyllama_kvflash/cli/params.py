@@ -30,9 +30,9 @@ def env(name: str) -> str:
 
 
 def resolve(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Options for a command's option values, including those of --set. Raises UsageError.
+    """Return the fields of Options that a command's options set, including those of --set. Raises UsageError.
 
-    A scorer model implies policy drafter.
+    A scorer model implies policy drafter, unless a policy is given.
     """
     res = values | settings.take(values, "")
     del res["settings"]
@@ -46,7 +46,7 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope(values: dict[str, Any]) -> Rope | None:
-    """Take the options of ROPE out of the values. Raises UsageError."""
+    """Take the options of ROPE out of the values. Returns None if none is given. Raises UsageError."""
     given = {f.name: values.pop(f"rope_{f.name}") for f in fields(Rope)}
     inverse = values.pop("rope_freq_scale")
     source = click.get_current_context().get_parameter_source
@@ -77,7 +77,7 @@ def cache_size() -> int:
 
 
 def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
-    """Take the options of SAMPLING out of the values. seed: replaces a negative one."""
+    """Take the options of SAMPLING out of the values. seed: replaces a negative seed."""
     given = {f.name: values.pop(f.name) for f in fields(Sampling) if f.name in values}
     given |= settings.take(values, "sampling.")
     given["grammar"] = _grammar(given["grammar"], values.pop("json_schema"))
@@ -85,12 +85,12 @@ def sampling(values: dict[str, Any], seed: int | None) -> Sampling:
 
 
 def is_grammar(text: str) -> bool:
-    """Return whether a text is a grammar, rather than the name of a file with one: it has a rule."""
+    """Return whether a text is a grammar, which has a rule, rather than the name of a grammar's file."""
     return "::=" in text
 
 
 def is_schema(text: str) -> bool:
-    """Return whether a text is a JSON schema, rather than the name of a file with one."""
+    """Return whether a text is a JSON schema rather than the name of a schema's file."""
     return text.strip().startswith("{") or text.strip() in {"true", "false"}
 
 
@@ -111,7 +111,7 @@ def _warn(text: str) -> None:
 
 
 def spec(values: dict[str, Any]) -> Spec | None:
-    """Take the options of SPEC out of the values. Returns None for no drafting. Raises UsageError."""
+    """Take the options of SPEC out of the values. Returns None if nothing is drafted. Raises UsageError."""
     given = {f.name: values.pop(f"spec_{f.name}") for f in fields(Spec) if f"spec_{f.name}" in values}
     set_ = settings.take(values, "spec.")
     if given["kind"] == "off" and set_:
@@ -145,7 +145,7 @@ NOT_HERE = {
     "--device": _CHOOSE_GPUS,
     "--mlock": "a model's file is mapped, and stays in memory while it is used; leave it out",
 }
-"""Options of llama.cpp that kvflash does not have, each with what to do. Undeclared, -sm and -mg would be read as -s m and -m g."""
+"""Options of llama.cpp that kvflash does not have, each with what to do instead. Undeclared, -sm and -mg would be read as -s m and -m g."""
 
 
 def _not_here(name: str) -> Callable[[Any], Any]:

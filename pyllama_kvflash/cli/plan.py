@@ -109,7 +109,7 @@ def plan(
     as_json: bool,
     **rope_options: Any,
 ) -> None:
-    """Print the ways, and the best one as a command."""
+    """Print the ways to run a model, and the command for the best one."""
     reporter = Reporter()
     gpu, ram = _machine(memory, headroom, ram)
     rope = params.rope(rope_options)
@@ -141,7 +141,7 @@ def plan(
 
 
 def _machine(memory: int | None, headroom: int, ram: int | None) -> tuple[int, int]:
-    """Return the bytes that may be used of a GPU (0: no GPU) and of RAM. Raises UsageError."""
+    """Return how many bytes of a GPU (0: no GPU) and of RAM may be used. Raises UsageError."""
     here = devices()
     gpu = memory if memory is not None else next((d.free + DRIVER for d in here if d.gpu), 0)
     ram = ram if ram is not None else next(d.free for d in here if not d.gpu)
@@ -229,7 +229,7 @@ def _flags(offer: Offer) -> list[str]:
 
 
 def command_of(offer: Offer, named: list[str], n_ctx: int, typed: list[str]) -> str:
-    """Return the command for a way. typed: options of this command that apply to every way."""
+    """Return the command for a way. typed: options that were given to `plan`, and apply to every way."""
     context = f"{n_ctx // 1024}K" if n_ctx % 1024 == 0 else str(n_ctx)
     moe = ["--n-cpu-moe", "auto"] if offer.moves else []
     return shlex.join(["kvflash", "run", *named, "-f", "long.txt", "-c", context, *typed, *_flags(offer), *moe])
@@ -246,7 +246,7 @@ def speed(offer: Offer, n_ctx: int) -> str:
 
 
 def _of_ram(offer: Offer) -> bool:
-    """Return whether a way uses a GPU, and each token also reads weights from RAM."""
+    """Return whether a way uses a GPU, but each token also reads weights from RAM."""
     return offer.on_gpu and offer.host_read > 0 and not offer.lossless and offer.kind != "RAM"
 
 
@@ -277,7 +277,7 @@ def _fits(offer: Offer, n_ctx: int) -> str:
 
 
 def answers(offer: Offer, n_ctx: int) -> str:
-    """Return how long answers compare with the full f16 cache's, by their mean KL divergence."""
+    """Return how good a way's long answers are. They are compared with the full f16 cache's, by mean KL divergence."""
     far = offer.divergence(n_ctx)
     if far is None:
         return "not measured"

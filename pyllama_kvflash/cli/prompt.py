@@ -35,7 +35,7 @@ class Prompt:
     """A prompt, and the form in which the model gets it."""
 
     def __init__(self, options: dict[str, Any], reporter: Reporter, *, appends: bool) -> None:
-        """Take the values of PROMPT out of options, and read the files, with a warning if all are empty. Raises UsageError.
+        """Take the values of PROMPT out of options, and read the files. Raises UsageError, and warns if all files are empty.
 
         appends: whether the prompt comes after a saved text; if that is a conversation, the prompt is its next turn.
         """
@@ -50,7 +50,7 @@ class Prompt:
         self.templated = False
 
     def tokens(self, kv: KVFlash, reporter: Reporter) -> Tokens:
-        """Return the token ids (n,) int32 of the prompt. The text that it is appended to is in the context.
+        """Return the prompt's token ids, (n,) int32. If the prompt comes after a saved text, the context must hold that text.
 
         Raises UsageError if a template cannot be used.
         """

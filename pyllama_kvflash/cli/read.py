@@ -14,7 +14,7 @@ _UTF32 = {codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE}
 
 
 def read_text(file: str, what: str = "text") -> str:
-    """Return the text of a file, also of a PDF or DOCX, or that of stdin for "-". what: its name in errors. Raises UsageError."""
+    """Return the text of a file, which may be a PDF or DOCX; "-": stdin. what: a word for the text in errors. Raises UsageError."""
     name = "stdin" if file == "-" else file
     try:
         data = _stdin() if name == "stdin" else Path(name).read_bytes()
@@ -34,7 +34,7 @@ def check_given(text: str | None, option: str) -> None:
 
 
 def decoded(data: bytes, what: str) -> str:
-    """Return a text that is UTF-8, or UTF-16 with a byte order mark, without that mark and with Unix line ends.
+    """Decode a text in UTF-8, or in UTF-16 with a byte order mark. The mark is removed, and line ends become Unix line ends.
 
     what: the text's name in errors. Raises UsageError for any other text, and for one with a zero byte.
     """
@@ -45,7 +45,7 @@ def decoded(data: bytes, what: str) -> str:
 
 
 def piped_lines() -> Iterator[str]:
-    """Yield the lines of stdin as they come, each decoded like a file; UTF-16 is read as a whole. Raises UsageError."""
+    """Yield the lines of stdin as they come, decoded as a file's text is. UTF-16 is read as a whole. Raises UsageError."""
     stdin = sys.stdin.buffer
     try:
         for n, data in enumerate(iter(stdin.readline, b""), 1):
@@ -84,7 +84,7 @@ def _decoded(data: bytes, what: str, encoding: str) -> str:
 
 
 def _looks_like_utf16(data: bytes, at: int) -> bool:
-    """Return whether the data looks like UTF-16: in the pairs of bytes, many zeros on the side of offset `at`, none on the other."""
+    """Return whether data with a zero byte at offset `at` looks like UTF-16: many bytes at offsets of this parity are zero, and no others."""
     zeros = data[at % 2 :: 2].count(0)
     return zeros > 1 and zeros * 4 > len(data) and not data[1 - at % 2 :: 2].count(0)
 

@@ -23,12 +23,12 @@ _GAP = "  "
 
 
 def time_left(seconds: float) -> str:
-    """Return how long something still takes: "42 s left", "3:05 left", "1:03:05 left"."""
+    """Return the remaining time as text: "42 s left", "3:05 left", "1:03:05 left"."""
     return f"{seconds:.0f} s left" if seconds < SHORT else f"{duration(seconds)} left"
 
 
 def fitting(parts: Sequence[str], room: int) -> str:
-    """Return as many of the parts, from the first one on, as fit into `room` columns; the first is always there."""
+    """Return the first parts, as many as fit into `room` columns, but at least one."""
     line = ""
     for part in parts:
         longer = f"{line}{_GAP}{part}" if line else part
@@ -68,7 +68,7 @@ def _estimate(task: Task) -> list[str]:
 
 
 class Reporter:
-    """Progress and notes on stderr: bars on a terminal, an occasional plain line elsewhere, which is a note."""
+    """Shows progress and notes on stderr. Progress is bars on a terminal; elsewhere, it is an occasional note."""
 
     _KEPT = "\t"  # control characters that are shown; a line break in a name would begin a line of its own
 
@@ -92,7 +92,7 @@ class Reporter:
             self.note(text)
 
     def opened(self, kv: KVFlash, *warnings: str | None) -> None:
-        """Show two lines about a loaded engine, and the details with -v. warnings: shown beside the engine's own."""
+        """Show two lines about a loaded engine and, with -v, its details. warnings: shown in addition to the engine's own."""
         for warning in dict.fromkeys(filter(None, (*kv.warnings, *warnings))):
             self.warn(warning)
         for line in heading(kv):
@@ -101,7 +101,7 @@ class Reporter:
             self.detail(line)
 
     def answered(self, stats: Stats, reason: str) -> None:
-        """Show a line about the cost of an answer, and another line with the details with -v."""
+        """Show a line about the cost of an answer and, with -v, a line with the details."""
         self.note(closing(stats, reason))
         self.detail(closing_details(stats, reason))
 
@@ -127,7 +127,7 @@ class Reporter:
 
     @contextmanager
     def answering(self, *, hidden: bool) -> Iterator["AnswerLine"]:
-        """Show the progress of an answer, from its first token on. hidden: show nothing, since the text itself is visible."""
+        """Show the progress of an answer, from its first token on. hidden: show nothing, since the answer itself is visible."""
         line = AnswerLine(self, self._progress(with_bar=False), hidden=hidden)
         try:
             yield line
@@ -142,9 +142,9 @@ class Reporter:
             yield CellBar(self, progress, progress.add_task(self._short(label), total=total), label)
 
     def _progress(self, head: Callable[[Task], list[str]] = _nothing, *, with_bar: bool = True) -> Progress:
-        """Return a line of progress. head: returns the first figures of a task; the task's field "parts" has the rest.
+        """Return a progress line. head: returns the first figures of a task; the task's field "parts" has the rest.
 
-        with_bar: whether it has a bar, if the terminal is wide enough.
+        with_bar: whether the line has a bar, if the terminal is wide enough.
         """
         bar = next((columns for least, columns in _BARS if self.console.width >= least), 0) * with_bar
         columns = [TextColumn("{task.description}", markup=False), _Info(self.console, bar, head)]
@@ -153,13 +153,13 @@ class Reporter:
         return Progress(*columns, console=self.console, transient=True, disable=not self.bars)
 
     def _short(self, label: str) -> str:
-        """Return a label shortened to leave half of a narrow terminal to the figures."""
+        """Return a label, shortened so that half of a narrow terminal is left for the figures."""
         room = max(8, self.console.width // 2)
         label = printable(label)
         return label if len(label) <= room else f"{label[: room - 1]}…"
 
     def plain(self, text: str, *, at_once: bool = False) -> None:
-        """Show a line of progress if there are no bars, at most one every few seconds. at_once: however recent the last one is."""
+        """Show a line of progress if there are no bars, at most one every few seconds. at_once: show it however recent the last line is."""
         now = time.monotonic()
         if self.bars or (now - self._last < _PLAIN_SECONDS and not at_once):
             return
@@ -241,7 +241,7 @@ class AnswerLine:
 
 
 class CellBar:
-    """Moves the bar of a bench. n_done: runs that are measured, now or before."""
+    """Moves the bar of a bench. n_done: runs measured so far, now or before."""
 
     def __init__(self, reporter: Reporter, progress: Progress, task: TaskID, label: str) -> None:
         self._reporter, self._progress, self._task, self._label = reporter, progress, task, label
@@ -255,7 +255,7 @@ class CellBar:
             self._reporter.note(f"{n} run{'s were' if n > 1 else ' was'} measured before")
 
     def done(self) -> None:
-        """Count a run that is measured."""
+        """Count a run that was measured now."""
         self.n_done += 1
         self._progress.update(self._task, completed=self.n_done)
 

@@ -42,7 +42,7 @@ _EVERYWHERE = ("Model", "Devices", "Memory and disk", "Output")
 
 
 class Role(click.ParamType[str]):
-    """The type of every option that names a file or a folder. It declares what the command does with it."""
+    """The type of every option that names a file or a folder. It declares what the command does with that."""
 
     name = "file"
 
@@ -51,7 +51,7 @@ class Role(click.ParamType[str]):
         return str(value)
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add the file to those of the command. Raises UsageError and OutputError."""
+        """Add what `value` names to the command's files and folders. Raises UsageError and OutputError."""
 
 
 class Reads(Role):
@@ -63,7 +63,7 @@ class Reads(Role):
 
 
 class TextOrFile(Reads):
-    """A text, or the name of a file with the text. is_text: tells the two apart."""
+    """A text, or the name of a file with the text. is_text: returns whether a value is a text."""
 
     def __init__(self, is_text: Callable[[str], bool]) -> None:
         self._is_text = is_text
@@ -88,14 +88,14 @@ class Prints(Role):
     """A text that is written to a file, a pipe, a device, or stdout for "-"."""
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add the file. A pipe, a device or stdout needs no check. Raises UsageError if no file can be created there."""
+        """Add the file that `value` names; a pipe, a device or stdout needs no check. Raises UsageError if no such file can be created."""
         if value != "-" and not is_stream(Path(value)) and standard_stream(Path(value)) is None:
             _check_place(option, Path(value))
             uses.write(option, value)
 
 
 class Replaces(Role):
-    """A file that is written as a whole, and replaces an old one. updates: an option whose file it may replace."""
+    """A file that is written as a whole, and replaces an old one. updates: an option whose input file it may replace."""
 
     def __init__(self, updates: str = "") -> None:
         self._updates = updates
@@ -118,7 +118,7 @@ class Manages(Role):
 
 
 class Declared(Role):
-    """A file that the command declares itself, by reads(), writes() or manages(), since it must find it first."""
+    """A file that the command declares itself, by reads(), writes() or manages(), since it must find the file first."""
 
 
 class Harmless(Role):
@@ -137,7 +137,7 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Compare all files that the options name, then run. Raises UsageError."""
+        """Compare all files that the options name with one another, then run. Raises UsageError."""
         with self._spelled():
             for param in self.params:
                 value = ctx.params.get(param.name or "")
@@ -156,7 +156,7 @@ class Command(click.Command):
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in groups, each with a heading: first those that belong to no group."""
+        """Write the options in groups, each with a heading. Options without a group come first."""
         help_ = self.get_help_option(ctx)
         shown = {}
         for param in self.get_params(ctx):
@@ -189,7 +189,7 @@ def manages(name: str, folder: Path) -> None:
 
 
 def reads_scorer_model(policy: str, given: str | None, model: Path) -> None:
-    """Declare the scorer model that a policy finds by itself. given: the one that an option names, if any. Raises UsageError."""
+    """Declare the scorer model that a policy finds by itself. given: the scorer model that an option names, if any. Raises UsageError."""
     if policy not in BY_MODEL or given is not None:
         return
     try:

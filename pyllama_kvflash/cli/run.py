@@ -233,7 +233,7 @@ def _write(
 
 @contextmanager
 def _kept(text: Callable[[], str], out: Output, *, as_json: bool) -> Iterator[None]:
-    """With --json, write the text so far if a device is lost: the object at the end will not be written."""
+    """With --json, write the text so far if a device is lost, since the object at the end will not be written."""
     try:
         yield
     except DeviceLostError as err:
@@ -255,7 +255,7 @@ def _trace(
 
 
 def _traced(writer: TraceWriter, kv: KVFlash, events: Iterator[Event]) -> Iterator[Event]:
-    """Yield the events; each is also written to the trace."""
+    """Yield the events, and write each to the trace."""
     o = kv.options
     writer.start(
         model=printable(kv.model.path), policy=kv.policy, n_ctx=o.n_ctx, n_pool=kv.n_pool, chunk=o.chunk, tau=o.interval

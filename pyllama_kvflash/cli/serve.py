@@ -216,7 +216,7 @@ class _Handler(logging.Handler):
 def _opener(
     path: Path, options: dict[str, Any], reporter: Reporter, template: str | None
 ) -> Callable[[Callable[[float], None]], KVFlash]:
-    """Return the function with which the scheduler's thread loads the model; it reports on it as `kvflash run` does."""
+    """Return the function with which the scheduler's thread loads the model. It reports on the model as `kvflash run` does."""
     from pyllama_kvflash.chat.engine import ChatTemplate  # noqa: PLC0415 (slow)
 
     def open_(progress: Callable[[float], None]) -> KVFlash:
@@ -238,7 +238,7 @@ def _opener(
 
 
 def read_template(name: str | None) -> str | None:
-    """Read a chat template from a file. Raises UsageError."""
+    """Return the chat template in a file; None: no file is given. Raises UsageError."""
     return None if name is None else read_text(name, "chat template")
 
 

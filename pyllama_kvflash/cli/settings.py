@@ -107,7 +107,7 @@ _SETTINGS = {
 
 
 def settable(command: click.Command) -> dict[str, Setting]:
-    """Return the fields that `--set` can set for a command: those of Spec and Sampling only if it has options for these."""
+    """Return the fields that `--set` can set for a command: those of Spec and Sampling only if the command has options of these."""
     own = {param.name for param in command.params}
     parts = {"": True, "spec": "spec_kind" in own, "sampling": "temperature" in own}
     return {name: setting for name, setting in _SETTINGS.items() if parts[name.rpartition(".")[0]]}
@@ -150,7 +150,7 @@ def listing(known: dict[str, Setting]) -> str:
 def _read(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields that are given, by name; for "help", list all fields and exit. Raises UsageError.
 
-    All commands share the environment variable, so its fields for other commands are ignored.
+    All commands share the environment variable, so fields in it that only other commands have are ignored.
     """
     known = settable(ctx.command)
     if "help" in given:

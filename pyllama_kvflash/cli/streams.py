@@ -22,7 +22,7 @@ class _Lossy(io.FileIO):
 
 
 def drop_what_fails() -> None:
-    """Make stderr drop text that cannot be written, unless it is closed, or replaced by a stream other than Python's."""
+    """Make stderr drop text that cannot be written, unless stderr is closed or is not Python's own stream."""
     err = sys.stderr
     if err is sys.__stderr__ and isinstance(err, io.TextIOWrapper):
         file = io.BufferedWriter(_Lossy(err.fileno(), "w", closefd=False))
@@ -30,7 +30,7 @@ def drop_what_fails() -> None:
 
 
 class _Closed(io.TextIOBase):
-    """Replaces a closed stdout, so that no result is lost silently: Python has None in its place, and click then writes nothing."""
+    """Replaces a closed stdout, so that no result is lost silently. Python sets sys.stdout to None, and click then writes nothing."""
 
     def write(self, _text: str, /) -> int:
         check_stdout()
@@ -40,8 +40,8 @@ class _Closed(io.TextIOBase):
 def refuse_what_is_lost() -> None:
     """Make writes to a closed stdout raise OutputError.
 
-    Closed descriptors 0 to 2 become /dev/null: otherwise the next file to be opened would get one of them, and with it the
-    messages of native code.
+    Closed descriptors 0 to 2 become /dev/null: otherwise the next file to be opened would get such a descriptor,
+    and with it the messages of native code.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _LAST:
         pass

@@ -109,8 +109,8 @@ class Talk:
         self._asked.kept.save(self._kv)
 
     def run(self) -> int:
-        """Answer messages and obey commands until there are no more, or /exit. Return the exit code of the last failure, 0 if
-        there was an answer or no failure.
+        """Answer messages and obey commands until there are no more, or /exit. Returns 0 if there was an answer or no failure, else
+        the exit code of the last failure. If no person types, Ctrl-C ends the conversation with exit code 130.
         """
         self.add(*self._asked.files)
         try:
@@ -147,7 +147,7 @@ class Talk:
             self._unread = list(self._said.waiting)
 
     def _read_ahead(self) -> None:
-        """Start reading the text before the next message, which does not depend on the message."""
+        """Start reading the text that will come before the next message, whatever the message is."""
         if self._ahead.reads or self._said.waiting in ([], self._unread):
             return
         try:
@@ -164,7 +164,7 @@ class Talk:
             self._ahead.begin(tokens[n:])
 
     def _sure(self) -> Tokens:
-        """Return the tokens (n,) int32 with which the next prompt begins, whatever the message is. Raises UsageError."""
+        """Return the tokens, (n,) int32, with which the next prompt begins whatever the message is. Raises UsageError."""
         from pyllama_kvflash.chat.engine import tokenize_chat  # noqa: PLC0415 (slow)
 
         said, waiting = self._said, tuple(self._said.waiting)
@@ -176,7 +176,7 @@ class Talk:
         return tokenize_chat(self._kv.model, same)[:-_MERGED]
 
     def _begin_with(self, tokens: Tokens) -> int:
-        """Keep only what the context shares with tokens[:-1], after restoring more from the prefix cache if it has more.
+        """Restore more of the tokens if the prefix cache has more, then keep only what the context shares with tokens[:-1].
 
         Returns the number of tokens kept.
         """
@@ -274,7 +274,7 @@ class Talk:
     def _fitting(self, turns: list[Turn], turn: Turn) -> tuple[list[Turn], Tokens]:
         """Leave out the oldest turns until the rest and a new turn fit the context, with room for an answer.
 
-        Returns the turns that stay, and the token ids (n,) int32 of the whole prompt. Turns with files always stay. Raises
+        Returns the turns that stay, and the whole prompt's token ids, (n,) int32. Turns with files always stay. Raises
         UsageError if the template refuses the messages.
         """
         n_ctx, turns, without = self._kv.options.n_ctx, list(turns), []

@@ -12,7 +12,7 @@ _QUOTED = 24  # characters of a message that a warning quotes to name its turn
 
 
 class File(NamedTuple):
-    """A text that goes before a message. stays: whether /clear and /undo keep it, as a file of -f."""
+    """A text that goes before a message. stays: whether /clear and /undo keep the text, as they keep files of -f."""
 
     name: str
     text: str
@@ -20,7 +20,7 @@ class File(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The file's name without folders, which the model reads: moving the file does not change the prompt."""
+        """The file's name without its folder. The model reads this name, so moving the file does not change the prompt."""
         return printable(Path(self.name).name)
 
 
@@ -79,7 +79,7 @@ class Conversation:
         return f"the last message and its answer are taken back{again}"
 
     def outcome(self) -> str:
-        """Return words for the files that /clear keeps, and those that it leaves out."""
+        """Return words about the files that /clear keeps and those that it leaves out."""
         kept, gone = (_names(file for file in self.files if file.stays == stays) for stays in (True, False))
         return ",".join([f" with {kept}"] * bool(kept) + [f" without {gone}"] * bool(gone))
 
@@ -91,7 +91,7 @@ class Conversation:
 
 
 def left_out(turns: list[Turn], others: list[Turn]) -> str:
-    """Return a sentence that quotes the turns that are left out, and names the files of the others."""
+    """Return a sentence about turns that are left out, which it quotes. others: the turns that stay; their files are named."""
     files = [file for turn in others for file in turn.files]
     stays = f"; {_names(files)} {'stays' if len(files) == 1 else 'stay'}" if files else ""
     first, last = (turn.text[:_QUOTED] + "…" * (len(turn.text) > _QUOTED) for turn in (turns[0], turns[-1]))

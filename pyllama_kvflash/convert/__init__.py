@@ -30,7 +30,7 @@ _LLAMA_TYPES = (
     *("iq4_nl", "iq4_xs"),
 )  # types that llama.cpp's quantiser makes, from a file of another type
 OUTTYPES = ("auto", *TYPES, *_LLAMA_TYPES)
-"""Types of matrices. "auto": the stored type, bf16 or f16."""
+"""Types of matrices. "auto": the stored type; f16 if that is f32."""
 
 _STORED = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 
@@ -57,9 +57,9 @@ class Plan:
 
 
 def resolve(source: Source, target: Path | None) -> Plan:
-    """Read a drafter's config.json and headers and the target's GGUF, and compare them.
+    """Read a drafter's config.json, the headers of its weights, and the target's GGUF, and compare them.
 
-    Raises UsageError, ModelError and UnsupportedError, in one sentence.
+    Raises UsageError, ModelError and UnsupportedError.
     """
     config = Config.of(source.folder)
     found = Target.of(target) if target else None
@@ -72,7 +72,7 @@ def resolve(source: Source, target: Path | None) -> Plan:
 
 
 def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = lambda _: None) -> None:
-    """Write a plan to a file atomically.
+    """Write a plan's drafter to a file, whole or not at all.
 
     outtype: one of OUTTYPES.
     progress: called with 0.0 to 1.0.
@@ -105,7 +105,7 @@ def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = 
 
 
 def _quantized(plan: Plan, new: Replacement, outtype: str, progress: Progress) -> None:
-    """Write a file of one of _LLAMA_TYPES, by way of a temporary file of the stored type."""
+    """Write a drafter in one of _LLAMA_TYPES: first a temporary file in the stored type, from which llama.cpp makes the new file."""
     from pyllama_kvflash.native import quantize  # noqa: PLC0415 (all other types need no compiled part)
 
     stored = Replacement(new.target)  # only a temporary file, never renamed
@@ -117,7 +117,7 @@ def _quantized(plan: Plan, new: Replacement, outtype: str, progress: Progress) -
 
 
 def _stored_type(weights: Weights) -> str:
-    """Return the type of the first bf16 or f16 matrix, as upstream's `auto` does, else f32."""
+    """Return the type of the first bf16 or f16 matrix, as upstream's `auto` does; f32 if there is none."""
     kinds = [t.dtype for t in weights.tensors.values() if len(t.shape) > 1]
     return _STORED[next((kind for kind in kinds if kind in ("BF16", "F16")), "F32")]
 

@@ -14,7 +14,7 @@ _MAX_NUMBER = 1e30  # other numbers are float32
 
 
 class Found(NamedTuple):
-    """A value, and the key that it was found under: "dflash_config.block_size"."""
+    """A value, and the key under which it was found: "dflash_config.block_size"."""
 
     key: str
     value: Any
@@ -24,8 +24,8 @@ class Found(NamedTuple):
 class Config:
     """The values of a config.json. A key with a dot is inside an object: "dflash_config.block_size".
 
-    Getters take several keys and use the first that exists and is not null. They raise ModelError, with the key, for a
-    value of another type, and for a missing key unless the getter documents a default.
+    Getters take several keys and use the first that exists and is not null. They raise ModelError, which names the
+    key, for a value of another type, and for a missing key unless the getter then returns None.
     """
 
     path: Path
@@ -101,7 +101,7 @@ class Config:
         return str(self._checked(_printable, "a string", found).value) if found else None
 
     def sizes(self, *keys: str) -> Found:
-        """Return a list of whole numbers >= 0, not empty."""
+        """Return a list of at least one whole number >= 0."""
         whole = _whole(0)
         return self._checked(
             lambda v: isinstance(v, list) and bool(v) and all(map(whole, v)),

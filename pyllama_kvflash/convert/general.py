@@ -1,4 +1,4 @@
-"""The general.* keys (author, name and so on of a drafter), from its name and the front matter of its README.md."""
+"""A drafter's general.* keys (author, name and so on), from its name and the front matter of its README.md."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from pyllama_kvflash.convert.source import Source
 
 
 def general_keys(gguf: Any, source: Source, n_params: int) -> dict[str, tuple[Any, Any, Any]]:
-    """Return the keys by gguf's own heuristics. A README.md that these cannot handle is ignored."""
+    """Return the general metadata keys, as gguf's own heuristics derive them. A README.md that they cannot handle is ignored."""
     for card in (_card(gguf, source.folder), {}):
         try:
             return _keys(gguf, source.name, card, n_params)

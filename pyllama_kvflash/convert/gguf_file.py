@@ -33,7 +33,7 @@ _HEADER = 1 << 20  # most bytes of padding and tensor infos
 
 
 class Contents(NamedTuple):
-    """The contents of a file. keys: "general.type" and so on, each with its value, and gguf's type and item type."""
+    """The contents of a file. keys: "general.type" and so on, each with its value, gguf's type of the value, and that of its items."""
 
     keys: dict[str, tuple[Any, Any, Any]]
     tensors: list[Tensor]
@@ -82,7 +82,7 @@ def _close(file: Any) -> None:
 
 
 def tensor_type(gguf: Any, tensor: Tensor, outtype: str) -> Any:
-    """Return the type for writing a tensor. As in upstream's converter, it is f16 if a row is not a whole number of blocks."""
+    """Return the type for writing a tensor. As in upstream's converter, the type is f16 if a row is not a whole number of blocks."""
     kinds = gguf.GGMLQuantizationType
     if tensor.values is not None and tensor.values.dtype == np.int64:
         return kinds.I64
@@ -119,7 +119,7 @@ def _chunks(gguf: Any, tensor: Tensor, kind: Any) -> Iterator[npt.NDArray[Any]]:
 
 
 def _rows(tensor: Tensor) -> Iterator[tuple[npt.NDArray[np.float32], int]]:
-    """Yield rows (n, width) float32 of a stored tensor, with the index of the first. A vector has rows of one element."""
+    """Yield some rows of a stored tensor, (n, width) float32, and the index of the first of them. Rows of a vector have one element."""
     stored = tensor.stored
     if stored is None:
         return

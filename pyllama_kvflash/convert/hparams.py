@@ -1,5 +1,5 @@
-"""Resolve a drafter: the metadata that llama.cpp's dflash.cpp and speculative.cpp read, from config.json and the
-weights.
+"""Resolve a drafter's metadata from config.json and the weights: the keys that llama.cpp's dflash.cpp and
+speculative.cpp read.
 
 docs/CONVERT.md has the table of keys. Nothing is assumed: a value that the computation needs is in config.json or
 follows from a shape; otherwise it is an error.
@@ -42,9 +42,9 @@ class Drafter:
 
     keys: metadata without the prefix "dflash.".
     sizes: dimensions of tensors, by the names that layout.py uses.
-    neox: True if the rotated halves of a head lie one after the other, as llama.cpp wants them; False if they
-        alternate.
-    own_embeddings, own_head: whether to use those in the weights, not the target's.
+    neox: True if the rotated halves of a head lie one after the other, as llama.cpp wants them; False if their
+        elements alternate.
+    own_embeddings, own_head: whether to use the embeddings, or the head, in the weights instead of the target's.
     rope_factors: divisors of the rope frequencies, (head_dim / 2,), or [].
     """
 
@@ -73,7 +73,7 @@ class Drafter:
 
 
 def read_drafter(config: Config, weights: Weights, *, mrope: bool) -> Drafter:
-    """Resolve a drafter. mrope: whether its target uses M-RoPE. Raises ModelError and UnsupportedError, in one sentence."""
+    """Return the resolved drafter. mrope: whether its target uses M-RoPE. Raises ModelError and UnsupportedError."""
     architecture = _architecture(config)
     gemma = architecture == GEMMA
     dspark = architecture in DSPARK or gemma or weights.get("markov_head.markov_w1.weight") is not None
@@ -193,7 +193,7 @@ def _sizes(config: Config, weights: Weights, *, gemma: bool, dspark: bool) -> di
 
 
 def _head_dim(config: Config, weights: Weights, kv_heads: Size, *, gemma: bool) -> Size:
-    """Return the head size from config.json or, if missing, from the rows of k_proj."""
+    """Return the size of a head, from config.json or, if that has none, from the number of rows of k_proj."""
     name = "global_head_dim" if gemma else "head_dim"
     if config.find(name):
         return _named(config.size(name))
@@ -209,7 +209,7 @@ def _head_dim(config: Config, weights: Weights, kv_heads: Size, *, gemma: bool) 
 
 
 def _rank(config: Config, weights: Weights) -> Size:
-    """Return the rank of the Markov head: from config.json, else the columns of its first matrix, as in llama.cpp."""
+    """Return the rank of the Markov head: from config.json, else the number of columns of its first matrix, as in llama.cpp."""
     if config.find("markov_rank", "dflash_config.markov_rank"):
         return _named(config.size("markov_rank", "dflash_config.markov_rank"))
     w1 = weights.get("markov_head.markov_w1.weight")
@@ -244,7 +244,7 @@ def _n_layer(config: Config, weights: Weights) -> int:
 
 
 def _target_layers(config: Config) -> list[int]:
-    """Return the target's layers whose input is captured. The input of layer i + 1 is the output of layer i."""
+    """Return the indices of the target's layers whose input is captured. The input of layer i + 1 is the output of layer i."""
     if config.find("aux_hidden_state_layer_ids"):  # these count inputs already
         return list(config.sizes("aux_hidden_state_layer_ids").value)
     return [i + 1 for i in config.sizes("dflash_config.target_layer_ids", "target_layer_ids").value]
@@ -276,7 +276,7 @@ def _speculation(config: Config, *, dspark: bool, dflash2: bool, conf: bool) -> 
 
 
 def _scales(config: Config, n_embd: int, *, gemma: bool) -> dict[str, Value]:
-    """Return the scale factors and the activation. Defaults: factors of 1, no cap, and silu."""
+    """Return the keys of the scale factors and the activation, without those of the defaults: factors of 1, no cap, and silu."""
     if gemma:  # as in Gemma: embeddings times the root of their size, unscaled attention
         return {"embedding_scale": n_embd**0.5, "attention.scale": 1.0, "hidden_activation": _activation(config, GEMMA)}
     res: dict[str, Value | None] = {
@@ -303,7 +303,7 @@ def _activation(config: Config, kind: str) -> str:
 
 
 def _windows(config: Config, n_layer: int) -> dict[str, Value]:
-    """Return the sliding window and its layers; {} if there is none."""
+    """Return the keys of the sliding window and of the layers that have one; {} if there is none."""
     own = config.flag("dflash_config.use_swa") or False
     if not own and not config.flag("use_sliding_window"):
         return {}

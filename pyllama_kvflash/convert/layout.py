@@ -22,8 +22,8 @@ _ORDINALS = ("first", "second", "third")
 class Slot(NamedTuple):
     """A tensor that llama.cpp loads.
 
-    dims: products of Drafter.sizes, in torch's order.
-    needed: whether it must exist.
+    dims: in torch's order, each a name in Drafter.sizes, a product of these or a sum: "heads*head_dim", "hidden+rank".
+    needed: whether the tensor must exist.
     """
 
     source: str
@@ -36,8 +36,8 @@ class Tensor(NamedTuple):
     """A tensor to write.
 
     shape: in torch's order.
-    keep: whether it stays f32 (or i64).
-    stored: the source of its data; None: `values`.
+    keep: whether the tensor is written as f32 or i64, whatever the type of the file.
+    stored: the source of the data; None: `values`.
     rows: for each row of a matrix, or element of a vector, the stored row that goes there; None: the stored order.
     """
 
@@ -75,7 +75,7 @@ def plan_tensors(drafter: Drafter, weights: Weights) -> list[Tensor]:
 
 
 def slots(drafter: Drafter) -> Iterator[Slot]:
-    """Yield every tensor that a drafter may have. Those with the name "" are checked, but not written."""
+    """Yield every tensor that a drafter may have. Tensors with the name "" are checked, but not written."""
     d = drafter
     reduced = d.size("draft vocab") < d.size("vocab")
     yield Slot("fc.weight", "fc.weight", ("hidden", "captured*hidden"))
@@ -101,7 +101,7 @@ def slots(drafter: Drafter) -> Iterator[Slot]:
 
 
 def _block(d: Drafter) -> Iterator[Slot]:
-    """Yield the tensors of a block, source and name without prefixes. In a Gemma 4 drafter, keys also serve as values."""
+    """Yield the tensors of a block, with sources and names that lack the block's prefix. In a Gemma 4 drafter, keys also serve as values."""
     yield Slot("input_layernorm.weight", "attn_norm.weight", ("hidden",))
     yield Slot("self_attn.q_proj.weight", "attn_q.weight", ("heads*head_dim", "hidden"))
     yield Slot("self_attn.k_proj.weight", "attn_k.weight", ("kv heads*head_dim", "hidden"))
@@ -143,7 +143,7 @@ def _check_shape(slot: Slot, stored: Stored, drafter: Drafter) -> None:
 
 
 def _dim(dim: str, drafter: Drafter) -> Size:
-    """Return a dimension, named by its factors: "num_attention_heads = 4, head_dim = 32"."""
+    """Return a dimension, whose name shows its factors: "num_attention_heads = 4, head_dim = 32"."""
     sums = [[drafter.sizes[name] for name in part.split("*")] for part in dim.split("+")]
     names = [f"{s.key} = {s.value}" for part in sums for s in part if not s.key.isdecimal()]
     return Size(", ".join(names), sum(math.prod(s.value for s in part) for part in sums))
@@ -166,7 +166,7 @@ def _tensor(slot: Slot, stored: Stored, drafter: Drafter) -> Tensor:
 
 
 def _targets(stored: Stored, drafter: Drafter) -> npt.NDArray[np.int64]:
-    """Return the target's ids of the drafter's tokens, (n,) int64. The file stores them as offsets from the drafter's ids."""
+    """Return the target's id for each token of the drafter, (n,) int64. The source stores the offset from the drafter's id."""
     offsets = stored.integers()
     ids = offsets + np.arange(len(offsets))
     n_vocab = drafter.size("vocab")
@@ -184,8 +184,8 @@ def _targets(stored: Stored, drafter: Drafter) -> npt.NDArray[np.int64]:
 def _halves(n: int, head_dim: int, n_rot: int) -> npt.NDArray[np.int64]:
     """Return the order of rows, (n,) int64, that puts the halves of each head's rotated rows one after the other.
 
-    In the source, the first n_rot rows of a head are rotated in adjacent pairs. The order is 0, 2, 4, ..., 1, 3, 5, ..., and
-    then the other rows unchanged.
+    In the source, the first n_rot rows of a head are rotated in adjacent pairs. In the new order, they are 0, 2, 4, ...,
+    1, 3, 5, ...; the other rows follow unchanged.
     """
     head = np.arange(head_dim)
     head[:n_rot] = head[:n_rot].reshape(-1, 2).T.reshape(-1)

@@ -1,8 +1,8 @@
-"""Reads the metadata of a GGUF file as bytes, in under 1 s for a vocabulary of 250,000 tokens. gguf's own reader takes 14 s.
+"""Reads the metadata of a GGUF file. A vocabulary of 250,000 tokens takes under 1 s, and 14 s with gguf's own reader.
 
 The format (ggml-org/ggml, docs/gguf.md): "GGUF", version u32, number of tensors u64, number of values u64, then the
-values. A value consists of its key, a type u32, and its data; an array of the type of its items u32, their number u64, and the
-items; a string of its length u64 and its bytes. Everything is little-endian.
+values. A value is its key, a type u32, and its data. An array is the type of its items u32, their number u64, and the items. A
+string is its length u64 and its bytes. Everything is little-endian.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from pyllama_kvflash.errors import ModelError, UnsupportedError, number
 
 _PARAMETERS = ("rope_parameters", "rope_scaling")  # in transformers 5, and before
 _WHERE = (*(f"{p}.full_attention" for p in _PARAMETERS), *_PARAMETERS)
-"""Places of parameters, the more specific first: those for full attention, then those for all layers."""
+"""Where parameters may be, the more specific places first: those for full attention, then those for all layers."""
 _N_SECTIONS = 4  # time, height, width, extra
 _NOT_ROTATED = 1e30  # as a divisor, it makes a frequency practically 0
 
@@ -15,7 +15,7 @@ Keys = dict[str, Any]
 
 
 def rope_keys(config: Config, head_dim: int, *, gemma: bool) -> tuple[Keys, list[float]]:
-    """Return the keys, and the divisors of the frequencies: head_dim / 2 of them, or []. Raises ModelError and UnsupportedError."""
+    """Return the keys, and the divisors of the frequencies: either head_dim / 2 of them or none. Raises ModelError and UnsupportedError."""
     theta = config.positive(*(f"{p}.rope_theta" for p in _WHERE), "rope_theta")
     _check_one_rope(config, theta)
     kind = config.maybe_text(*(f"{p}.{name}" for p in _WHERE for name in ("rope_type", "type"))) or "default"
@@ -33,7 +33,7 @@ def rope_keys(config: Config, head_dim: int, *, gemma: bool) -> tuple[Keys, list
 
 
 def rope_sections(config: Config, head_dim: int, *, mrope: bool) -> Keys:
-    """Return M-RoPE's sections. If the target uses M-RoPE, the drafter puts all pairs into the first section, time."""
+    """Return the key of M-RoPE's sections; {} without M-RoPE. If the target uses M-RoPE, the drafter puts all pairs into the first section, time."""
     if mrope:
         return {"rope.dimension_sections": [head_dim // 2, 0, 0, 0]}
     names = [f"{p}.mrope_section" for p in _PARAMETERS]
@@ -88,7 +88,7 @@ def _proportional(config: Config, head_dim: int, kind: str, partial: float | Non
 
 
 def _n_rot(config: Config, head_dim: int, partial: float) -> int:
-    """Return how many elements of a head are rotated, rounded down as transformers does; must be even."""
+    """Return how many elements of a head are rotated, rounded down as in transformers. Raises ModelError for 0 or an odd number."""
     n = int(head_dim * partial)
     if not n or n % 2:
         msg = f"{config.path}: partial_rotary_factor = {partial} of a head of {head_dim} is {n}, and must be even"

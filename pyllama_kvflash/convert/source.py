@@ -23,7 +23,7 @@ class Source(NamedTuple):
 
 
 def find_source(text: str) -> Source:
-    """Return the source of a folder, or of hf:owner/repo[@revision], which is downloaded into the Hub's cache.
+    """Return the source that `text` names: a folder, or hf:owner/repo[@revision], which is downloaded into the Hub's cache.
 
     Raises UsageError and ModelError.
     """

@@ -15,7 +15,7 @@ MASK = "tokenizer.ggml.mask_token_id"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The metadata of a target's GGUF. tokenizer: its tokenizer.* keys. mrope: True if it uses M-RoPE."""
+    """The metadata of a target's GGUF. tokenizer: its tokenizer.* keys. mrope: whether the target uses M-RoPE."""
 
     path: Path
     architecture: str

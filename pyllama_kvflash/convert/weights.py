@@ -1,7 +1,7 @@
 """The weights of a folder, without torch: headers of safetensors files, and rows of their tensors.
 
-The format (huggingface/safetensors, README, "Format"): 8 bytes of length, little-endian; a JSON object of that length,
-which gives each tensor's dtype, shape and bytes; the bytes.
+The format (huggingface/safetensors, README, "Format"): the length of a JSON object in 8 bytes, little-endian; the object,
+which gives each tensor's dtype, shape and place; the data of the tensors.
 """
 
 import json
@@ -32,7 +32,7 @@ class Stored(NamedTuple):
     """A tensor in a file.
 
     shape: in torch's order, the contiguous dimension last.
-    start: offset of its first byte in the file.
+    start: offset of the tensor's first byte in the file.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
             raise UnsupportedError(msg)
 
     def floats(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Return elements [start, stop), (stop - start,) float32. Raises ModelError."""
+        """Return the elements [start, stop) as (stop - start,) float32. Raises ModelError."""
         raw = self._elements(_FLOATS[self.dtype], start, stop)
         if self.dtype == "BF16":  # bf16 is the upper half of a float32
             return (raw.astype(np.uint32) << 16).view(np.float32)
@@ -112,7 +112,7 @@ class Weights:
 
 
 def short_name(name: str) -> str:
-    """Return a uniform name for a tensor, whose prefix differs between exports."""
+    """Return a tensor's uniform name. Exports use different prefixes and spellings."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     for pattern, same in _SAME:
@@ -121,7 +121,7 @@ def short_name(name: str) -> str:
 
 
 def read_header(path: Path) -> list[Stored]:
-    """Return the tensors of a safetensors file, in its order. Raises ModelError for another kind of file, or one cut off."""
+    """Return a safetensors file's tensors, in the file's order. Raises ModelError for a file of another kind, or one cut off."""
     try:
         n_file = path.stat().st_size
         with path.open("rb") as file:
@@ -175,7 +175,7 @@ def _stored(path: Path, n_data: int, first: int, name: str, dtype: str, shape: t
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: those of its index, else all that begin with "model"."""
+    """Return the safetensors files of a folder: those that its index lists; without an index, all that begin with "model"."""
     index = folder / _INDEX
     if index.exists():
         return [folder / name for name in _indexed(index)]

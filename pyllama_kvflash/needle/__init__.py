@@ -26,4 +26,4 @@ BUNDLED_MODEL: Final = Path(__file__).with_name("needle-7m-q8_0.gguf")
 """The model that ships with the package: it recalls secret codes in up to 64K tokens, and can do nothing else."""
 
 BUNDLED_DRAFTER: Final = Path(__file__).with_name("needle-draft-1m-q8_0.gguf")
-"""Its draft model: smaller (2 layers), with the same vocabulary, trained on the same kind of text."""
+"""The bundled model's draft model: smaller (2 layers), with the same vocabulary, trained on the same kind of text."""

@@ -1,4 +1,4 @@
-"""Documents of facts: secret codes at random depths, each with decoys that share its words but do not tell the code."""
+"""Documents of facts: secret codes at random depths, each with decoys that share its words but do not give the code."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -33,16 +33,16 @@ def make_facts(
 ) -> NeedlePrompt:
     """Write a document of prose with `n_facts` secret codes at random depths, each on a line of its own.
 
-    Every fact has `n_decoys` decoys, lines elsewhere in the document.  They take turns, beginning with any of the
-    three: the code for another key with the same adjective, the code for another key with the same noun, and a sentence
-    that mentions the fact's key without a code.  No key has two codes, no code two keys.
+    Every fact has `n_decoys` decoys, lines elsewhere in the document.  Three kinds take turns, beginning with a random
+    one: the code for another key with the same adjective, the code for another key with the same noun, and a sentence
+    that mentions the fact's key without a code.  No key has two codes, and no code has two keys.
 
     The result depends on the arguments alone, as with `make_prompt`.  The same `seed`, `n_facts` and `n_decoys` give
     the same facts and decoys at every length, and the facts lie at about the same relative depths.  The bundled model
-    was trained on the keys: with the full cache it misses none or few.
+    was trained on the keys: with the full cache, it misses few codes or none.
 
     Args:
-        n_tokens: tokens that the document may take; it ends less than about 100 tokens short of that.
+        n_tokens: tokens that the document may take.  It takes at most about 100 fewer.
         count: counts the tokens of a text with the model's own tokenizer, without BOS, as for `make_prompt`.
         n_facts: codes to be asked for, 1 to `MAX_FACTS`.
         n_decoys: decoys of each fact, 0 to `MAX_DECOYS`.
@@ -82,7 +82,7 @@ def make_facts(
 
 
 def _draw_decoys(rng: random.Random, keys: list[str], answers: Iterator[str], n: int) -> list[list[str]]:
-    """Draw `n` decoys of every key; those with a code take the next one of `answers`."""
+    """Draw `n` decoys of every key.  A decoy with a code takes the next of `answers`."""
     used = set(keys)
     decoys = []
     for key in keys:
@@ -109,9 +109,9 @@ def _draw_decoys(rng: random.Random, keys: list[str], answers: Iterator[str], n:
 def _spread(
     rng: random.Random, facts: list[str], decoys: list[list[str]], n_places: int
 ) -> tuple[list[str], list[tuple[int, int]]]:
-    """Put the lines into `n_places` even places of the document, at random, with decoys away from their fact.
+    """Put facts and decoys at random into `n_places` evenly spaced places, with decoys away from their fact.
 
-    Returns the joined lines of every place, and for every fact its place and its offset there, in characters.  The
+    Returns the joined lines of every place, and for every fact the place and the offset there, in characters.  The
     facts keep their order.
     """
     places = [""] * n_places

@@ -15,7 +15,7 @@ MAX_NEEDLES: Final = 1000
 
 _STATEMENT: Final = "The secret code for the {key} is {answer}."
 _QUESTION: Final = "Question: what is the secret code for the {key}? Answer:"
-_SHARED_WORD: Final = 0.15  # chance that a trained key takes its adjective (its noun) from an earlier key
+_SHARED_WORD: Final = 0.15  # chance that a trained key takes its adjective, or its noun, from an earlier key
 _HELD_OUT_WORDS: Final = 0.5  # chance that a held-out key has held-out words, not a new pair of trained ones
 _SLACK: Final = 32  # tokens that a document may lose because the counts of its lines do not add up
 _ROUNDS: Final = 8  # most layouts to try until the count of the whole text fits
@@ -45,7 +45,7 @@ class NeedlePrompt:
     """A document and its needles, in document order.
 
     `text` ends with a newline: `text + needle.question` is a whole prompt, and a model that recalls the
-    needle continues it with a space, the answer and a full stop.  `n_tokens` counts `text` alone, no BOS.
+    needle continues it with a space, the answer and a full stop.  `n_tokens` counts `text` alone, without BOS.
     """
 
     text: str
@@ -70,15 +70,15 @@ def make_prompt(
     and `held_out` give the same keys and answers at every length, dropped or not.
 
     Args:
-        n_tokens: tokens that the document may take; it ends less than about 100 tokens short of that.  The
+        n_tokens: tokens that the document may take.  It takes at most about 100 fewer.  The
             question (about 20 tokens), the answer (5) and BOS come on top.
         count: counts the tokens of a text with the model's own tokenizer, without BOS.  It is called about once on
             every line and once on the whole text.  The counts of the lines should add up to that of the text, as they
             do for tokenizers that split at newlines; otherwise the difference is corrected at the cost of more calls.
         n_needles: codes to hide, 1 to `MAX_NEEDLES`.
         seed: number of the document, 0 or more.
-        held_out: take keys that the bundled model was not trained on.  It misses some of these even with the
-            full cache; of the trained ones it misses none.
+        held_out: take keys that the bundled model was not trained on.  Even with the full cache, the model
+            misses the codes of some; of trained keys, it misses none.
         drop: leave the statements out and fill the room with prose.  Keys, answers and questions stay the
             same, so a correct answer could only be a guess.
         haystack: text to hide the codes in instead of generated prose.  It is read from its beginning, and repeated
@@ -115,7 +115,7 @@ def make_prompt(
 
 
 def _needle(key: str, answer: str, statement: str, start: int, *, drop: bool = False) -> Needle:
-    """Return the needle whose statement begins at `start`, or would if it were not dropped."""
+    """Return the needle whose statement begins at `start`, or would begin there if it were not dropped."""
     end = start if drop else start + len(statement)
     return Needle(key, answer, statement, _QUESTION.format(key=key), start, end)
 
@@ -180,7 +180,7 @@ class _Prose:
         self._rest = []
 
     def take(self, room: int) -> str:
-        """Take a line of at most `room` tokens, "" if the next sentence is longer than that.
+        """Take a line of at most `room` tokens.  Returns "" if the next sentence is longer.
 
         The line is the rest of the current paragraph, or its first sentences that fit.
         """
@@ -203,7 +203,7 @@ class _Prose:
         self._rest = self._rest[1:]
 
     def size(self, line: str) -> int:
-        """Return the tokens of `line`."""
+        """Return the number of tokens of `line`."""
         size = self._sizes.get(line)
         if size is None:
             size = self._sizes[line] = self.count(line)
@@ -217,7 +217,7 @@ class _Prose:
 
 
 def _paragraphs(text: str) -> list[list[str]]:
-    """Split the lines of a text that have words into sentences; long ones, and scripts without spaces, into pieces."""
+    """Split the lines of a text into sentences, and long sentences, such as of scripts without spaces, into pieces."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
     sentences = [re.split(r"(?<=[.!?]) ", line) for line in lines if line]
     found = [[piece for s in line for piece in textwrap.wrap(s, _PIECE)] for line in sentences]
@@ -267,7 +267,7 @@ def _lay_out(prose: _Prose, needles: Sequence[str], room: int) -> _Layout:
 def _fit(prose: _Prose, needles: Sequence[str], n_tokens: int, needle_tokens: int) -> tuple[_Layout, int]:
     """Lay the document out so that the whole text has at most `n_tokens` tokens, and not many fewer.
 
-    Returns the layout and its tokens.  If the counts of the lines do not add up to the count of the text, the same
+    Returns the layout and its number of tokens.  If the counts of the lines do not add up to the count of the text, the same
     prose is laid out again with an allowance for the difference.
     """
     allowed = 0  # tokens that the text is allowed to have beyond the sum over its lines

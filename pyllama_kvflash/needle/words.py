@@ -24,7 +24,7 @@ FIRST_NAMES: Final = _WORDS["first_names"]
 LAST_NAMES: Final = _WORDS["last_names"]
 PLACES: Final = _WORDS["place"]
 TOPICS: Final = {name.removeprefix("topic "): its for name, its in _WORDS.items() if name.startswith("topic ")}
-"""Templates of sentences, by topic.  {hero} {friend} {home} {away} are drawn once a paragraph, every other slot each time."""
+"""Templates of sentences, by topic.  {hero} {friend} {home} {away} are drawn once for a paragraph, and any other slot each time."""
 
 # A key is an adjective and a noun.  The held-out words never occurred in a key during training.
 KEY_ADJECTIVES: Final = _WORDS["key_adjectives"]
@@ -36,7 +36,7 @@ TRAINED_NOUNS: Final = tuple(word for word in KEY_NOUNS if word not in HELD_OUT_
 
 
 def is_held_out_pair(adjective: str, noun: str) -> bool:
-    """Whether training skipped this pair of key words, as it did one pair in ten, chosen by a hash."""
+    """Return whether training skipped this pair of key words.  It skipped one pair in ten, chosen by a hash."""
     value = 0
     for byte in f"{adjective}|{noun}".encode():
         value = (value * 131 + byte) & 0xFFFFFFFF
@@ -85,7 +85,7 @@ def _noise(rng: random.Random) -> list[str]:
 
 
 def paragraph(rng: random.Random) -> list[str]:
-    """Draw one paragraph: 2 to 7 sentences on one topic, with two people and two places; 3 % are noise."""
+    """Draw one paragraph: 2 to 7 sentences on one topic, with two people and two places.  3 % of paragraphs are noise."""
     if rng.random() < _NOISE_SHARE:
         return _noise(rng)
     templates = TOPICS[rng.choice(_TOPIC_NAMES)]
