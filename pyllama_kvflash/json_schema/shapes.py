@@ -42,7 +42,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of low to high items (inf: no bound). prefix: the keys of the first items. rest: the key of all others; None: no others."""
+    """An array of low to high items (inf: no bound). prefix: the keys of the first items. rest: the key of the others; None: none."""
 
     prefix: tuple[Key, ...]
     rest: Key | None

@@ -202,7 +202,7 @@ def _opened(
     program: int,
     parts: ExitStack,
 ) -> Loaded:
-    """Make the contexts. options: with codes and policy decided. parts: receives everything that is opened."""
+    """Make the contexts. options: with `coarse` and the policy resolved. parts: receives everything that is opened."""
     ground = _Loading(model, seen.geometry, options, open_engine, parts)
     plan = plan_contexts(seen.geometry, options, ground, model.fingerprint)
     size, pool = plan.size, plan.pool
@@ -365,12 +365,12 @@ def probe(model: Model, options: Options) -> Probe:
 
 
 def _on_gpu(geometry: Geometry) -> bool:
-    """Return whether a GPU holds the rows of a layer."""
+    """Return whether a GPU holds the rows of any layer."""
     return any(devices()[i].gpu for i in geometry.devices)
 
 
 def _refused(model: Model, **params: Any) -> str | None:
-    """Return the error of making a context with these parameters; None if it can be made."""
+    """Return the error that making a context with these parameters gives; None if it can be made."""
     try:
         Context(model, **params).close()
     except (UnsupportedError, NativeError) as err:
