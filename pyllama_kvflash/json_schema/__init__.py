@@ -47,7 +47,7 @@ class Checked:
         return f"root ::= {name}\n{rules}"
 
     def rules(self, prefix: str, values: Sequence[Sequence[Key]]) -> tuple[list[str], str]:
-        """Return the name of the rule for each value, and all rules (GBNF). values: each value's keys; it has a shape of one of them."""
+        """Return the name of each value's rule, and all rules (GBNF). values: keys for each value, which has a shape of one of them."""
         return Writer(self.shapes, prefix).written(values)
 
     def arguments(self) -> Arguments:
@@ -58,7 +58,8 @@ class Checked:
 def json_grammar(schema: str, *, strict: bool = False, note: Callable[[str], None] = warnings.warn) -> str:
     """Return the grammar (GBNF) of the texts that a JSON schema allows.
 
-    note: called with a sentence for each keyword that is not enforced. strict: refuse a schema with such a keyword, except annotations.
+    note: called with a sentence for each keyword that is not enforced. strict: refuse a schema with such a keyword, unless the keyword
+    is an annotation.
 
     Raises SchemaError, a UsageError that names the place and the keyword.
     """

@@ -11,7 +11,7 @@ from pyllama_kvflash.json_schema.values import kind_of
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a call. keys: the argument's value has a shape of one of these keys. types: the JSON types that it may have."""
+    """An argument of a call. keys: the value has a shape of one of these keys. types: the JSON types that the value may have."""
 
     name: str
     keys: tuple[Key, ...]
@@ -28,7 +28,7 @@ class Arguments:
 
 
 def arguments(shapes: Shapes, key: Key) -> Arguments:
-    """Return the arguments of a call. key: the key of its schema's shapes."""
+    """Return the arguments of a call. shapes, key: those of the call's schema."""
     objects = [shape for shape in shapes[key] if isinstance(shape, Object)]
     keys: dict[str, dict[Key, None]] = {}
     for prop in (prop for shape in objects for prop in shape.properties):

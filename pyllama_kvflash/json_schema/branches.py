@@ -118,7 +118,7 @@ class Branches:
                 branch.choices.append(_Choice(place, keyword, options))
 
     def _options(self, place: Place) -> Iterator[tuple[str, list[Option] | None]]:
-        """Yield each keyword of a place that leaves a choice, with its options; None if it needs a negation that cannot be determined."""
+        """Yield each keyword of a place that leaves a choice, with its options; None for a negation that cannot be determined."""
         child, made = self._document.child, self._document.made
         for keyword in ("anyOf", "oneOf"):
             if place.has(keyword):

@@ -37,11 +37,11 @@ class Context:
         self._states_left = 3 * languages.MAX_STATES  # a second or two
 
     def key(self, places: Iterable[Place]) -> Key:
-        """Return the key of places that must all be met, without those that allow any value."""
+        """Return the key of places that must all be met, leaving out those that allow any value."""
         return tuple(sorted({p.index for p in places if p.schema is False or not all(map(is_annotation, p.keywords))}))
 
     def note(self, place: Place, keyword: str, why: str, *, annotation: bool = False) -> None:
-        """Note that a keyword is not enforced. If the schema at the place's pointer lacks it, note the keyword that holds the schema."""
+        """Note that a keyword is not enforced. If the document has no such keyword there, note the keyword that holds the schema."""
         pointer = place.pointer
         if not self.document.at(pointer).has(keyword) and pointer != "#":
             pointer, _, last = pointer.rpartition("/")
@@ -55,7 +55,7 @@ class Context:
                 self.note(place, keyword, why)
 
     def has_grammar(self, language: languages.Language) -> bool:
-        """Return whether a language has few enough states for a grammar. After too many states in all, only regular languages pass."""
+        """Return whether a language has few enough states for a grammar. Once the limit for all is used up, only regular ones pass."""
         if languages.is_regular(language):
             return True
         if language not in self._known:

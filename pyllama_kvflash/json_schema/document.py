@@ -33,7 +33,7 @@ def place_of(pointer: str, keyword: str) -> str:
 class SchemaError(UsageError):
     """A schema cannot be used.
 
-    pointer: that of the schema at fault ("#": the whole). keyword: "": no single one. what: the fault. at: the place, as shown.
+    pointer, keyword: those at fault ("#": the whole schema; "": no single keyword). what: the fault. at: the place, as shown.
     """
 
     def __init__(self, pointer: str, keyword: str, what: str) -> None:
@@ -97,7 +97,7 @@ class Document:
         self._refuse_circles()
 
     def spend(self, work: int) -> None:
-        """Count work of the conversion. Raises SchemaError once there is too much of it."""
+        """Count the work of the conversion. Raises SchemaError once there is too much."""
         self._left -= work
         if self._left < 0:
             why = "it takes too long to put together: use fewer values, anyOf, oneOf and allOf in each other"
@@ -116,7 +116,7 @@ class Document:
         return [self.child(place, keyword, i) for i in range(len(place.get(keyword, ())))]
 
     def made(self, place: Place, mark: str, schema: Schema) -> Place:
-        """Return the place of a schema made from the one at `place`. mark: names it among the schemas made from that place."""
+        """Return the place of a schema made from the one at `place`. mark: tells the schemas made from one place apart."""
         path = f"{place.path}\0{mark}"
         if path not in self._at:
             self._survey(schema, path, place.base)
@@ -223,7 +223,7 @@ class Document:
         return place
 
     def _name(self, place: Place, schema: dict[str, Any]) -> None:
-        """Note the names that references may use for a schema, and its unknown keywords."""
+        """Note a schema's names, which references may use, and its unknown keywords."""
         name = schema.get("$id", "")
         if name.startswith("#"):  # of draft 7
             self._anchors.setdefault((place.base, name[1:]), []).append(place)
@@ -334,7 +334,7 @@ _ORDERED = [(word, word.replace("min", "max")) for word in ("minLength", "minIte
 
 
 def _fault(schema: Any) -> tuple[str, str] | None:
-    """Return the first keyword at fault in a schema itself, and its fault; None if there is no fault."""
+    """Return the first keyword at fault in a schema itself, and the fault; None if there is none."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):

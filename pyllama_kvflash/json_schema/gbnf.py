@@ -68,7 +68,7 @@ class Writer:
         return name
 
     def _rule(self, body: str) -> str:
-        """Return the name of the rule with this body, made if there is none yet."""
+        """Return the name of the rule with this body. Makes the rule if there is none."""
         if ("body", body) not in self._names:
             self._names["body", body] = self._new(body)
         return self._names["body", body]
@@ -201,7 +201,8 @@ class Writer:
         """Return GBNF for low to high (inf: no bound) members, separated by commas.
 
         members: the named ones, each with whether it is required. rest: the rule of further members; None: there are none. may_skip:
-        whether members may follow one that is left out. A member has a rule for each number of members before it: the text from it on.
+        whether members may follow one that is left out. Each member has rules for the text from it on: one for each number of members
+        before it.
         """
         # from this number on, counting makes no difference
         most = int(max(1, low) if high == inf else high)

@@ -301,7 +301,7 @@ def states(language: Language) -> States | None:
 
 
 def fulfilled(uses: Mapping[_K, Iterable[_K]], holds: Callable[[_K, set[_K]], bool]) -> set[_K]:
-    """Return the keys that hold: the least fixed point. uses: the keys that each key depends on. holds: given the keys found so far."""
+    """Return the keys that hold: the least fixed point. uses: the keys that each key depends on. holds: asked with the keys so far."""
     users: dict[_K, list[_K]] = {}
     for key, parts in uses.items():
         for part in parts:

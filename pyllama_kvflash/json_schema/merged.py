@@ -25,12 +25,12 @@ TOO_LARGE = f"with what is beside it, its grammar needs more than {languages.MAX
 
 
 def _least(branch: Branch, keyword: str) -> int | None:
-    """Return the greatest value of a lower bound (a keyword such as minItems); None if no place has it."""
+    """Return the greatest value of a keyword that sets a lower bound (minItems); None if no place has the keyword."""
     return max((int(value) for _, value in branch.having(keyword)), default=None)
 
 
 def _most(context: Context, branch: Branch, keyword: str) -> float:
-    """Return the least value of an upper bound (a keyword such as maxItems); inf if there is none. Too large values are noted."""
+    """Return the least value of a keyword that sets an upper bound (maxItems); inf if there is none. Too large values are noted."""
     for place, value in branch.having(keyword):
         if value > MAX_COUNT:
             context.note(place, keyword, f"nothing is counted beyond {MAX_COUNT:,}: leave it out")

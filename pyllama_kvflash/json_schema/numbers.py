@@ -38,7 +38,9 @@ def _positive(low: int, high: int, places: int) -> Language:
 
 
 def _between(low: str, high: str, places: int) -> Language:
-    """Return the digits from low to high, of equal lengths. The last `places` follow the point, and may end before final zeros."""
+    """Return the texts of the numbers from low to high, which have equally many digits. The last `places` digits follow the point; final
+    zeros there are optional.
+    """
     n = len(low)
     if low == "0" * n and high == "9" * n:
         if n < places or n == 0:

@@ -15,7 +15,7 @@ _MOST = 1_000  # characters of a text that is matched with a regular expression
 
 
 class Unsure(Exception):  # noqa: N818 (control flow, not an error)
-    """Whether a value meets a schema cannot be determined. keyword: the keyword of the place that cannot be checked."""
+    """Whether a value meets a schema cannot be determined. place, keyword: what cannot be checked."""
 
     def __init__(self, place: Place, keyword: str) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def types_of(options: Options) -> tuple[int, int]:
 def coarse_bytes(
     geometry: Geometry, options: Options, n_pool: int | None = None, *, lodged: bool = False
 ) -> dict[int, int]:
-    """Return, by device index, the bytes of the codes of full contexts, with the GPU buffers for attending to them.
+    """Return, by device index, the bytes of the codes of full contexts and of the GPU buffers for attending to codes.
 
     options: from Options.resolved(), with `coarse` resolved. n_pool: cells of the pool; None: as many as the options may give it.
     lodged: leave out codes that share the memory of an exact pass.

@@ -38,7 +38,7 @@ def needs_of(
     drafter: Sequence[int],
     program: int,
 ) -> tuple[DeviceBytes, ...]:
-    """Return what each device holds with a full context, without empty devices. For a model loaded with no_alloc, it is an estimate.
+    """Return what each device holds with a full context, without empty devices. For a model loaded with no_alloc, these are estimates.
 
     options: from Options.resolved(). n_pool: cells of the pool; None: the full cache. exact: what the exact pass holds, by device index.
     drafter: bytes of a drafter on each device. program: see program_bytes().

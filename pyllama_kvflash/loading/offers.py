@@ -80,7 +80,7 @@ class Offer:
 
     @property
     def most_speed(self) -> float:
-        """How many tokens per second the reading of weights from RAM allows; infinite if no weights are in RAM."""
+        """The most tokens per second, given that weights in RAM must be read; infinite if no weights are in RAM."""
         return expected.RAM_RATE / self.host_read if self.host_read else math.inf
 
     def bytes_of(self, *, gpu: bool) -> int:
@@ -264,7 +264,7 @@ class _Look:
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """Facts about a model. embeddings: bytes of the token embeddings, which are in RAM; a token reads almost none of them. share: the
-    fraction of the other weights in RAM that a token reads. of_experts, recurrent: whether it has experts, and recurrent states.
+    fraction of other weights in RAM that a token reads. of_experts, recurrent: whether the model has experts, and recurrent states.
     """
 
     embeddings: int

@@ -96,7 +96,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
 
 
 def _sizes(weights: Sequence[Weight], moves: re.Pattern[str], n_layer: int) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of the weights that cannot move, and the bytes in each layer of the weights that can."""
+    """Return the bytes of the weights that cannot move, and for each layer the bytes of the weights that can."""
     others, moved = 0, [0] * n_layer
     for weight in weights:
         if match := moves.match(weight.name):

@@ -110,7 +110,7 @@ class Context(PartialState):
         self._tapped: list[Layer] | None = None  # cached, since they never change
 
     def sequence(self, seq: int) -> Self:
-        """Return the view of a sequence, 0 to n_seq - 1. The view decodes, moves and removes only the positions of its sequence.
+        """Return the view of sequence `seq`, from 0 to n_seq - 1. The view decodes, moves and removes only that sequence's positions.
 
         Raises UsageError.
         """
@@ -174,7 +174,7 @@ class Context(PartialState):
     def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[Tokens]) -> None:
         """Decode tokens of several sequences in one batch. All get logits. Raises the errors of decode().
 
-        tokens: (n,) int32 for each sequence, at most n_ubatch in all. pos: the position of the first of them, for each sequence.
+        pos: the position of each sequence's first token. tokens: (n,) int32 for each sequence, at most n_ubatch in all.
         """
         sizes = [len(part) for part in tokens]
         ends = np.cumsum(sizes)
@@ -338,7 +338,7 @@ class Context(PartialState):
         return int(ticket[0])
 
     def wait(self, ticket: int = 0) -> None:
-        """Wait for the copies up to a ticket; 0: for all."""
+        """Wait for the copies up to a ticket; with 0, for all copies."""
         check(lib.kvf_wait(self.handle, ticket))
 
     def read(self, chunk: int, record: Record) -> None:

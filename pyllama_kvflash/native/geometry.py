@@ -33,7 +33,7 @@ class PaneParams:
     n_pane: panes of a device, each for one layer at a time. With 1, the computation waits for every layer; with as many as there are
         layers, nothing is streamed.
     q_tap, q_every: as in PoolParams.
-    mass_piece: the attention of tapped tokens is kept as a sum over each so many positions; 0: it is not kept.
+    mass_piece: over how many positions the attention of tapped tokens is summed; 0: it is not kept.
     least_bytes: the least size of a GPU's panes, so that codes can share their memory.
     """
 

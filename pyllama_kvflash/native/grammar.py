@@ -21,9 +21,9 @@ from pyllama_kvflash.native.model import Model
 class Grammar:
     """GBNF that constrains an answer, starting at the rule `root`.
 
-    after: text before the answer that the grammar covers, too. lazy: the grammar applies only from the first match of one of `patterns`
-    (regular expressions; ^ is the answer's start), or from the first of `tokens`. A match between `thinking` and one of `thought`
-    does not count.
+    after: text that the grammar accepts before the answer begins. lazy: the grammar applies only from the first match of one of
+    `patterns` (regular expressions; ^ is the answer's start), or from the first of `tokens`. What lies between `thinking` and one
+    of `thought` does not count.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Guests: units of 16 positions that each layer chooses in the graph, and that lie in blocks of the pool. And codes of all positions."""
+"""Guests, in blocks of the pool, are units of 16 positions that each layer chooses in the graph. Codes are kept of all positions."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,7 +82,7 @@ class Guests:
         return int(out[0])
 
     def put(self, layers: range, first: int, records: Sequence[Record]) -> None:
-        """Make the codes of chunks first, first + 1, ... from their records, in consecutive layers. Threads may share the layers out."""
+        """Make the codes of chunks first, first + 1, ... from their records, in these layers. Threads may take different layers."""
         at, where = _addresses(records), (layers.start, len(layers))
         compute(lib.kvf_codes_put, self._ctx.handle, self._ctx.seq, *where, first, at, len(at))
 
@@ -108,7 +108,7 @@ class Guests:
     def restore_codes(self, layer: int, n: int, saved: Record) -> None:
         """Restore a layer's codes of the first n positions, from saved_codes(). Then call cover() for the chunks.
 
-        Threads may share the layers out.
+        Threads may take different layers.
         """
         src = ffi.from_buffer(saved[: self._code_size(layer, n)])
         compute(lib.kvf_codes_set, self._ctx.handle, self._ctx.seq, layer, n, src, len(src))

@@ -96,7 +96,7 @@ if hasattr(os, "register_at_fork"):
 def compute(function: Callable[..., int], *args: Any) -> None:
     """Make a native call that may take long, or that calls Python, and check() its status.
 
-    At exit, Python waits for such calls, because the library would be unloaded while they run. New calls then raise Interrupted.
+    At exit, Python waits for such calls, or the library would be unloaded while they run. New calls then raise Interrupted.
     """
     if _ending:
         msg = "interrupted: Python is about to end"
@@ -105,7 +105,7 @@ def compute(function: Callable[..., int], *args: Any) -> None:
 
 
 def mapped(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
-    """Call a function with each item, in threads. If no thread can start, as while Python exits, call it in this one."""
+    """Call a function with each item, in threads. If no thread can start, as while Python exits, this one calls it."""
     try:
         return workers.map(f, items)
     except RuntimeError:

@@ -213,7 +213,7 @@ class Model:
         return res if host is None else self._planned(res, host)
 
     def takes_long_rope(self, n_ctx: int) -> bool:
-        """Return whether a context of n_ctx positions uses the long factors of RoPE, which change its keys."""
+        """Return whether a context of n_ctx positions uses the long factors of RoPE, which change the keys."""
         trained = self.meta(f"{self.meta('general.architecture')}.rope.scaling.original_context_length")
         return n_ctx > int(trained or self.n_ctx_train) and any(
             w.name.startswith("rope_factors_long") for w in self.weights()

@@ -33,7 +33,7 @@ class PartialState:
         return res
 
     def restore_partial(self, state: StateBytes, pos: int) -> None:
-        """Roll back to the first pos positions. state: what save_partial() returned when there were so many. Raises NativeError."""
+        """Roll back to the first pos positions. state: what save_partial() returned at that length. Raises NativeError."""
         check(lib.kvf_partial_set(self.handle, self.seq, pos, ffi.from_buffer(state), len(state)))
 
     def take_partial(self, other: "PartialState", pos: int) -> None:

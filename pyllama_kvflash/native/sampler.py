@@ -52,7 +52,7 @@ _LOWEST = 2.0**-22
 class Sampling:
     """Settings for choosing the next token. Names and defaults are llama.cpp's.
 
-    Temperature 0 is greedy, and so is one so low that only the most likely token has a chance. These values turn a sampler off: top_k 0,
+    A temperature is greedy if it is 0, or so low that only the most likely token has a chance. These values turn a sampler off: top_k 0,
     top_p 1, min_p 0, repeat_penalty 1, frequency_penalty and presence_penalty 0, and the defaults of typical_p, top_n_sigma,
     xtc_probability, dry_multiplier, dynatemp_range and mirostat.
     samplers: the samplers in their order, as names or as one text with ; between them. Those left out are not applied. mirostat
@@ -219,8 +219,8 @@ class Sampler:
         return int(self._token[0])
 
     def probs(self, ctx: Context, token: int, i: int = -1) -> tuple[float, tuple[tuple[int, float], ...]] | None:
-        """Return the log-probability of a token, and the n_probs most likely tokens with theirs; None if n_probs is None. All are by the
-        raw logits of the sequence's token i in the last batch (-1: its last).
+        """Return the log-probability of a token, and the n_probs most likely tokens with theirs; None if n_probs is None. All come from
+        the raw logits of the sequence's token i in the last batch (-1: its last).
         """
         if self._n_probs is None:
             return None

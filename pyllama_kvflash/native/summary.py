@@ -89,7 +89,7 @@ class Summaries:
             self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # zeros() would commit later
 
     def put(self, chunk: int, record: Record) -> None:
-        """Summarise the next chunk, or an earlier one again. record: that of the chunk, (record_bytes,) uint8. Raises UsageError."""
+        """Summarise the next chunk, or an earlier one again. record: the chunk's, (record_bytes,) uint8. Raises UsageError."""
         if not 0 <= chunk <= self._n:
             msg = f"chunk {chunk} cannot be summarised yet: chunk {self._n} is next"
             raise UsageError(msg)

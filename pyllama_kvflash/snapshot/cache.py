@@ -208,7 +208,7 @@ class PrefixCache:
         """Return the files that already have the records of the first chunks.
 
         The last source is dropped while it has no more records than the new file must write itself. So a file has few sources,
-        even after many turns; and each time a record is written again, it is in a file with at least twice as many of its own.
+        even after many turns; and when a record is written again, the records that its file holds itself at least double.
         """
         n, best = 0, None
         for file in self._known(home):
@@ -267,8 +267,8 @@ class PrefixCache:
     def _supersede(self, path: Path) -> None:
         """Remove the files that this one replaces.
 
-        This one replaces a file whose text is a prefix of its own, whose saved states it has, too, and which no other file needs. It
-        inherits the latest time of use.
+        This one replaces a file whose text is a prefix of its own, whose saved states it has, too, and which no other file needs.
+        It inherits the latest time of use.
         """
         files = {file.path: file for file in self._known(path.parent)}
         needed = {source for file in files.values() for source in file.needs}

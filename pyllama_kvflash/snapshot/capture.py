@@ -173,8 +173,8 @@ def capture(
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
     """Return how many positions of a snapshot can be restored here.
 
-    prompt: restore only the prefix that the snapshot shares with it, without the prompt's last token, which must be decoded; None:
-    restore all. Raises SnapshotError, with the reason, if no position can be restored.
+    prompt: restore only the prefix that the snapshot and this prompt share, without the prompt's last token, which must be decoded;
+    None: restore all. Raises SnapshotError, with the reason, if no position can be restored.
     """
     if (why := snapshot.identity.difference(identity)) is not None:
         msg = f"{snapshot.path} cannot be used: {why}"

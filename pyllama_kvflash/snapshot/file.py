@@ -216,7 +216,7 @@ class Outline:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the file depends on records in another file that is gone, so that it can never be used itself."""
+        """Whether the file can never be used, because it depends on records in another file that is gone."""
         with suppress(UnreadableError):
             try:
                 self.check_sources()

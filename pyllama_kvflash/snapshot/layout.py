@@ -167,7 +167,7 @@ class Source:
 
     header: the digest at the end of the source's header.
     first: chunk of the first record in the source.
-    end: the source supplies records from the previous source's `end` on (the first source: from 0), up to the one before this.
+    end: the source supplies the records of chunks before this one, from the previous source's `end` on (the first source: from 0).
     """
 
     name: str

@@ -61,7 +61,7 @@ class SavedGuests:
         return (res if n_tokens == ledger.n_tokens else res.first(n)), codes
 
     def first(self, n_tokens: int) -> Self:
-        """Return a copy without guests, cut to n_tokens positions if it has more. n_tokens: those of whole chunks."""
+        """Return a copy without guests, cut to n_tokens positions (whole chunks) if it has more."""
         none = np.empty((len(self.units), 0), np.int32)
         n = min(n_tokens, self.n_tokens)
         return replace(self, n_tokens=n, n_known=min(n, self.n_known), blocks=none.ravel(), units=none)
