@@ -34,7 +34,7 @@ class PatternError(ValueError):
 
 
 Anchored = dict[tuple[bool, bool], Language]
-"""The texts that a part matches, by whether a match must begin at the text's start, and whether it must end at its end."""
+"""The texts that a part matches, by whether a match must begin at the text's start, and must end at the text's end."""
 
 
 @lru_cache(maxsize=1024)

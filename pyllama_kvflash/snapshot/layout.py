@@ -86,9 +86,9 @@ SCORING = np.dtype(
 SOURCE = np.dtype(
     [
         ("name", "S64"),
-        ("header", "V32"),  # digest of its header
-        ("first", "<u4"),  # chunk of the first record in it
-        ("end", "<u4"),  # it supplies the records of chunks from the previous source's end to before this chunk
+        ("header", "V32"),  # digest of the source's header
+        ("first", "<u4"),  # chunk of the first record in the source
+        ("end", "<u4"),  # the source supplies the records of chunks before this one, from the previous source's end on
     ]
 )
 STOP = np.dtype([("pos", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
