@@ -42,7 +42,7 @@ class Speculator:
     def listen(self, target: Context, on: bool) -> None:  # noqa: FBT001 (a switch)
         """Set whether a context of the target's model outputs the features that the drafter reads.
 
-        At first, only the target does. Switch the output off for batches that are not passed to process().
+        At first, the target does. Switch the output off for batches that are not passed to process().
         """
         check(lib.kvf_spec_listen(self._handle, target.handle, on))
 
