@@ -1,7 +1,7 @@
 """The cffi declarations of what Python may call (API mode): parts of llama.h, and all of kvflash.h.
 
-CMake runs cffi's source generator on this file and compiles the result against the real headers, so a declaration that
-differs from them does not compile, and `...` lets the compiler fill in layouts and values.
+CMake runs cffi's source generator on this file and compiles the result against the real headers. So a declaration that differs
+from them does not compile, and the compiler fills in layouts and values where `...` stands.
 """
 
 import re
@@ -180,7 +180,7 @@ void                   llama_sampler_free(struct llama_sampler * smpl);
 
 
 def declared(header: str) -> str:
-    """Return the declarations of kvflash.h, which cffi can read without comments, directives and LLAMA_API."""
+    """Return the declarations of kvflash.h without comments, directives and LLAMA_API, which cffi cannot read."""
     text = re.sub(r"//[^\n]*", "", header)
     text = text[text.index('extern "C" {') + len('extern "C" {') : text.rindex("#ifdef __cplusplus")]
     text = re.sub(r"^#define (\w+) .*", r"#define \1 ...", text, flags=re.MULTILINE)

@@ -1,6 +1,6 @@
 """JSON schemas as grammars. A keyword that is not enforced is named. Nothing here needs the native library.
 
-`document` surveys a schema, `branches` and `merged` turn it into shapes (by `normal`), and `gbnf` writes the shapes as a grammar.
+`document` surveys a schema; `normal` turns it into shapes, with `branches` and `merged`; `gbnf` writes the shapes as a grammar.
 """
 
 import warnings
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A schema that can be enforced. source: the schema as given. key: of its shapes. loosened: the keywords that are not enforced."""
+    """A checked schema. source: the schema as given. key: the key of its shapes. loosened: the keywords that are not enforced."""
 
     source: Any
     shapes: Shapes
@@ -47,7 +47,7 @@ class Checked:
         return f"root ::= {name}\n{rules}"
 
     def rules(self, prefix: str, values: Sequence[Sequence[Key]]) -> tuple[list[str], str]:
-        """Return the names of rules, one for each of some values, and all rules (GBNF). Each value has a shape of any of its keys."""
+        """Return the name of each value's rule, and all rules (GBNF). values: keys for each value, which has a shape of one of them."""
         return Writer(self.shapes, prefix).written(values)
 
     def arguments(self) -> Arguments:
@@ -58,9 +58,10 @@ class Checked:
 def json_grammar(schema: str, *, strict: bool = False, note: Callable[[str], None] = warnings.warn) -> str:
     """Return the grammar (GBNF) of the texts that a JSON schema allows.
 
-    note: called with a sentence for each keyword that is not enforced. strict: refuse such a schema, unless the keyword is an annotation.
+    note: called with a sentence for each keyword that is not enforced. strict: refuse a schema with such a keyword, unless the keyword
+    is an annotation.
 
-    Raises SchemaError (a UsageError), which names the place and the keyword.
+    Raises SchemaError, a UsageError that names the place and the keyword.
     """
     checked = check(loads(schema), strict=strict)
     for loosened in checked.loosened:
@@ -87,7 +88,7 @@ def refuse_loosened(checked: Checked) -> None:
 
 
 def check_arguments(schema: Any) -> Checked:
-    """Check the schema of a call's arguments, which are an object. Parts that cannot be used allow any value and are in `loosened`."""
+    """Check the schema of a call's arguments, which are an object. Parts that cannot be used allow any value; `loosened` names them."""
     try:
         document = Document(schema)
         errors, res = [*document.errors], _checked(schema, document, of_objects=True)

@@ -11,7 +11,7 @@ from pyllama_kvflash.json_schema.values import kind_of
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument. keys: its value has a shape of one of them. types: the JSON types of its values."""
+    """An argument of a call. keys: the value has a shape of one of these keys. types: the JSON types that the value may have."""
 
     name: str
     keys: tuple[Key, ...]
@@ -21,14 +21,14 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a call. exact: whether they express the whole schema if strings are written without quotes."""
+    """The arguments of a call. exact: whether they express the whole schema even if strings are written without quotes."""
 
     of: tuple[Argument, ...]
     exact: bool
 
 
 def arguments(shapes: Shapes, key: Key) -> Arguments:
-    """Return the arguments of a call whose schema has the shapes of a key."""
+    """Return the arguments of a call. shapes, key: those of the call's schema."""
     objects = [shape for shape in shapes[key] if isinstance(shape, Object)]
     keys: dict[str, dict[Key, None]] = {}
     for prop in (prop for shape in objects for prop in shape.properties):
@@ -44,7 +44,7 @@ def arguments(shapes: Shapes, key: Key) -> Arguments:
 
 
 def _only_named(shape: Object) -> bool:
-    """Return whether an object may have any of its optional properties, and no other ones."""
+    """Return whether an object may have any of its optional properties, but no property that the schema does not name."""
     n_required = sum(p.required for p in shape.properties)
     return not shape.others and shape.low <= n_required and shape.high >= len(shape.properties)
 

@@ -15,7 +15,7 @@ Option = Sequence[Place]
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Options for a keyword of a place. A value must meet all schemas of one option."""
+    """The options that a keyword of a place leaves. A value must meet all schemas of one option."""
 
     place: Place
     keyword: str
@@ -24,8 +24,8 @@ class _Choice:
 
 @dataclass(slots=True)
 class Branch:
-    """Schemas that a value must all meet. have: the schemas, by index. choices: those that have not been made. left: keywords of the
-    schemas that the branch does not express, each with the reason.
+    """Schemas that a value must all meet. have: the schemas, by index. choices: the choices that are not made yet. left: keywords that
+    the branch does not express, each with its place and the reason.
     """
 
     have: dict[int, Place] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Branch:
 
     @property
     def places(self) -> Collection[Place]:
-        """The schemas, in the order of their properties."""
+        """The schemas, in the order in which the document lists their properties."""
         return self.have.values()
 
     @property
@@ -58,7 +58,7 @@ class Branches:
         self._document, self._checker = document, checker
 
     def of(self, places: Sequence[Place]) -> list[Branch]:
-        """Return the branches of schemas that must all be met; []: no value meets them all."""
+        """Return the branches of schemas that must all be met; [] if no value meets them all."""
         done: list[Branch] = []
         todo = self._grown(places, Branch())
         while todo:
@@ -78,7 +78,7 @@ class Branches:
         return done
 
     def _grown(self, option: Option, branch: Branch) -> list[Branch]:
-        """Add an option's schemas to a branch, and the schemas they refer to. Returns [] if no value meets them all."""
+        """Add an option's schemas, and those that they refer to, to a branch. Returns [branch]; [] if no value meets them all."""
         todo = list(option)
         entered = set[int]()  # places whose turn comes after that of others
         while todo:
@@ -96,7 +96,7 @@ class Branches:
         return [branch]
 
     def _together(self, place: Place) -> list[Place]:
-        """Return a place and the places that its values must also meet, in the order of their properties."""
+        """Return a place and the places that its values must also meet, in the order in which the document lists their properties."""
         res = [] if place.has("properties") else [place]
         for keyword in place.keywords:
             if keyword == "properties":
@@ -108,7 +108,7 @@ class Branches:
         return res
 
     def _choose(self, place: Place, branch: Branch) -> None:
-        """Add the choices of a place to a branch, and the keywords that choices cannot express."""
+        """Add the choices of a place to a branch, and to `left` the keywords that choices cannot express."""
         if place.has("oneOf") and not self._all_apart(place):
             branch.left.append((place, "oneOf", "its branches may have values in common: it is taken as anyOf"))
         for keyword, options in self._options(place):
@@ -118,7 +118,7 @@ class Branches:
                 branch.choices.append(_Choice(place, keyword, options))
 
     def _options(self, place: Place) -> Iterator[tuple[str, list[Option] | None]]:
-        """Yield the keywords of a place that leave a choice, with their options; None: a negation that cannot be determined."""
+        """Yield each keyword of a place that leaves a choice, with its options; None for a negation that cannot be determined."""
         child, made = self._document.child, self._document.made
         for keyword in ("anyOf", "oneOf"):
             if place.has(keyword):
@@ -138,7 +138,7 @@ class Branches:
             yield "if", None if negated is None else [[test, *then], *([*one, *other] for one in negated)]
 
     def _negated(self, place: Place) -> list[Option] | None:
-        """Return the options for values that do not meet a place; None: they cannot be determined."""
+        """Return options that allow the values that do not meet a place; None if these values cannot be determined."""
         made = self._document.made
         if isinstance(place.schema, bool):
             return [[made(place, "not", not place.schema)]]
@@ -152,7 +152,7 @@ class Branches:
         return self._negated_object(place, schema) if schema.keys() <= {"type", "properties", "required"} else None
 
     def _negated_object(self, place: Place, schema: dict[str, Any]) -> list[Option] | None:
-        """Return what `_negated` does, for a schema of at most `type`, `properties` and `required`."""
+        """Do what `_negated` does, for a schema without keywords other than `type`, `properties` and `required`."""
         given, required = allowed(schema), schema.get("required", [])
         if isinstance(required, bool) or ("integer" in given) != ("fraction" in given):
             return None  # required: of draft 3; numbers: those with a fraction, or those without, are no type
@@ -178,7 +178,7 @@ class Branches:
         return all(self._apart(a, b, objects=objects) for i, a in enumerate(branches) for b in branches[:i])
 
     def _apart(self, a: Place, b: Place, *, objects: bool = False, depth: int = 0) -> bool:
-        """Return whether no value meets both of two schemas, for certain. objects: of values that are objects."""
+        """Return whether it is certain that no value meets both schemas. objects: consider only values that are objects."""
         self._document.spend(1)
         a, b = self._referred(a), self._referred(b)
         if a.schema is False or b.schema is False:
@@ -206,7 +206,7 @@ class Branches:
             return False
 
     def _told_apart(self, a: Place, b: Place, depth: int) -> bool:
-        """Return whether `a` requires a property that `b` forbids, or whose values are all different in `b`."""
+        """Return whether `a` requires a property that `b` forbids, or for which `b` allows none of the values that `a` allows."""
         needed = a.get("required", [])
         for name in needed if isinstance(needed, list) else []:
             if name in b.get("properties", {}):

@@ -14,7 +14,7 @@ from pyllama_kvflash.json_schema.values import Checker, Unsure
 
 @dataclass(frozen=True, slots=True)
 class Loosened:
-    """A keyword that is not enforced. pointer: of its schema. annotation: JSON Schema itself lets it be ignored."""
+    """A keyword that is not enforced. pointer: its schema's pointer. annotation: whether JSON Schema itself lets it be ignored."""
 
     pointer: str
     keyword: str
@@ -37,11 +37,11 @@ class Context:
         self._states_left = 3 * languages.MAX_STATES  # a second or two
 
     def key(self, places: Iterable[Place]) -> Key:
-        """Return the key of places that must all be met, without those that allow any value."""
+        """Return the key of places that must all be met, leaving out those that allow any value."""
         return tuple(sorted({p.index for p in places if p.schema is False or not all(map(is_annotation, p.keywords))}))
 
     def note(self, place: Place, keyword: str, why: str, *, annotation: bool = False) -> None:
-        """Note that a keyword is not enforced. If the schema at the place's pointer lacks it, note the keyword that holds that schema."""
+        """Note that a keyword is not enforced. If the document has no such keyword there, note the keyword that holds the schema."""
         pointer = place.pointer
         if not self.document.at(pointer).has(keyword) and pointer != "#":
             pointer, _, last = pointer.rpartition("/")
@@ -49,13 +49,13 @@ class Context:
         self.loosened.setdefault(Loosened(pointer, keyword, why, annotation))
 
     def note_all(self, branch: Branch, keywords: Iterable[str], why: str) -> None:
-        """Note each place where a branch has one of some keywords, which are not enforced."""
+        """Note that some keywords are not enforced, at each place of a branch that has one of them."""
         for keyword in keywords:
             for place, _ in branch.having(keyword):
                 self.note(place, keyword, why)
 
     def has_grammar(self, language: languages.Language) -> bool:
-        """Return whether a language has few enough states. Once all languages together have too many, further ones have no grammar."""
+        """Return whether a language has few enough states for a grammar. Once the limit for all is used up, only regular ones pass."""
         if languages.is_regular(language):
             return True
         if language not in self._known:
@@ -65,7 +65,7 @@ class Context:
         return self._known[language]
 
     def meets(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets a schema. If that cannot be determined, note it and return True."""
+        """Return whether a value meets a schema. If that cannot be determined, note the keyword at fault and return True."""
         try:
             return self.checker.meets(value, place)
         except Unsure as unsure:

@@ -1,4 +1,4 @@
-"""A JSON schema as a document: it finds each schema within, and the targets of references. It knows nothing of grammars."""
+"""A JSON schema as a document: the schemas within it, and the targets of their references. Nothing here knows of grammars."""
 
 import json
 import re
@@ -24,7 +24,7 @@ Schema = bool | dict[str, Any]
 
 
 def place_of(pointer: str, keyword: str) -> str:
-    """Return the place of a keyword for a message: on one line, shortened."""
+    """Return where a keyword is, as a pointer for a message: on one line, shortened."""
     at = pointer if not keyword else f"{pointer}/{escaped(keyword)}"
     at = "".join(char if char.isprintable() else "?" for char in at)
     return at if len(at) <= 200 else f"{at[:100]}...{at[-90:]}"  # noqa: PLR2004 (characters)
@@ -33,7 +33,7 @@ def place_of(pointer: str, keyword: str) -> str:
 class SchemaError(UsageError):
     """A schema cannot be used.
 
-    pointer: of the schema at fault ("#": the whole). keyword: "": no single one. what: the fault. at: the place, as shown.
+    pointer, keyword: those at fault ("#": the whole schema; "": no single keyword). what: the fault. at: the place, as shown.
     """
 
     def __init__(self, pointer: str, keyword: str, what: str) -> None:
@@ -46,8 +46,8 @@ class SchemaError(UsageError):
 class Place:
     """A schema in a document, or one made from it.
 
-    path: its JSON pointer; a made one has a zero byte and a mark after it. schema: True if it cannot be used. base: the URI that
-    relative references resolve against.
+    path: the schema's JSON pointer; for a made schema, its origin's pointer, a zero byte and a mark. schema: True in place of a schema
+    that cannot be used. base: the URI that relative references resolve against.
     """
 
     index: int
@@ -70,7 +70,7 @@ class Place:
         return keyword in self.keywords
 
     def get(self, keyword: str, default: Any = None) -> Any:
-        """Return the value of a keyword; default: the schema does not have it."""
+        """Return the value of a keyword; the default if the schema does not have the keyword."""
         return self.keywords.get(keyword, default)
 
 
@@ -80,7 +80,7 @@ class Document:
     places: the schemas in it, and those made from them. errors: the faults of parts that are not schemas; such a part counts as
     `true`. unknown: keywords that have no effect, each with its place and the reason.
 
-    Raises SchemaError if it is too large or too deep.
+    Raises SchemaError if the schema is too large or too deep.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -97,14 +97,14 @@ class Document:
         self._refuse_circles()
 
     def spend(self, work: int) -> None:
-        """Count work. Raises SchemaError when the conversion takes too much of it."""
+        """Count the work of the conversion. Raises SchemaError once there is too much."""
         self._left -= work
         if self._left < 0:
             why = "it takes too long to put together: use fewer values, anyOf, oneOf and allOf in each other"
             raise SchemaError("#", "", why)
 
     def at(self, pointer: str) -> Place:
-        """Return the place of a pointer, which must exist."""
+        """Return the place at a JSON pointer, which must exist."""
         return self._at[pointer]
 
     def child(self, place: Place, *parts: str | int) -> Place:
@@ -112,11 +112,11 @@ class Document:
         return self._at[_below(place.path, *map(str, parts))]
 
     def children(self, place: Place, keyword: str) -> list[Place]:
-        """Return the places of the schemas in an array; []: the schema does not have the keyword."""
+        """Return the places of the schemas in a keyword's array; [] if the schema does not have the keyword."""
         return [self.child(place, keyword, i) for i in range(len(place.get(keyword, ())))]
 
     def made(self, place: Place, mark: str, schema: Schema) -> Place:
-        """Return the place of a schema made from another one. A mark names one such schema of a place."""
+        """Return the place of a schema made from the one at `place`. mark: tells the schemas made from one place apart."""
         path = f"{place.path}\0{mark}"
         if path not in self._at:
             self._survey(schema, path, place.base)
@@ -145,7 +145,7 @@ class Document:
         return found[0] if len(found) == 1 else None
 
     def _pointed(self, start: Place, path: str) -> Place | None:
-        """Return the place of a JSON pointer, also of one that was not surveyed because no keyword holds it; None: nothing is there."""
+        """Return the place at a JSON pointer within `start`; None if nothing is there. Surveys a schema that no keyword holds."""
         value: Any = start.schema
         for part in path[1:].split("/"):
             name = unescaped(part)
@@ -194,7 +194,7 @@ class Document:
                     todo += [(place, True), *((other, False) for other in self._same_value(place))]
 
     def _same_value(self, place: Place) -> list[Place]:
-        """Return the places that apply to each value that this place applies to."""
+        """Return the places that apply to every value to which this place applies."""
         below = [path for path, _ in _subschemas(place.keywords) if path[0] in SAME_VALUE]
         return self.refs(place) + [self.child(place, *path) for path in below]
 
@@ -223,7 +223,7 @@ class Document:
         return place
 
     def _name(self, place: Place, schema: dict[str, Any]) -> None:
-        """Note the names that references may use for a schema, and its unknown keywords."""
+        """Note a schema's names, which references may use, and its unknown keywords."""
         name = schema.get("$id", "")
         if name.startswith("#"):  # of draft 7
             self._anchors.setdefault((place.base, name[1:]), []).append(place)
@@ -334,7 +334,7 @@ _ORDERED = [(word, word.replace("min", "max")) for word in ("minLength", "minIte
 
 
 def _fault(schema: Any) -> tuple[str, str] | None:
-    """Return the first fault of a schema itself, with its keyword; None: it has none."""
+    """Return the first keyword at fault in a schema itself, and the fault; None if there is none."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):

@@ -22,7 +22,7 @@ _IPV6 = "|".join([
 
 
 def _domain(least: int, most: int, letters: int) -> str:
-    """Return names with least to most dots. letters: the most in each part, besides single hyphens."""
+    """Return the pattern of names with `least` to `most` dots. letters: the most in each part, not counting its single hyphens."""
     part = rf"[a-zA-Z0-9](-?[a-zA-Z0-9]){{0,{letters - 1}}}"
     return rf"{part}(\.{part}){{{least},{most}}}"
 

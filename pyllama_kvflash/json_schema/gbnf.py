@@ -33,7 +33,7 @@ def literal(text: str) -> str:
 
 
 class Writer:
-    """Writes the rules of shapes. prefix: of all names of rules."""
+    """Writes the rules of shapes. prefix: begins the name of each rule."""
 
     def __init__(self, shapes: Shapes, prefix: str) -> None:
         self._shapes, self._prefix = shapes, prefix
@@ -42,7 +42,7 @@ class Writer:
         self._todo: list[tuple[str, Key]] = []
 
     def written(self, values: Sequence[Sequence[Key]]) -> tuple[list[str], str]:
-        """Return the names of rules for values, and all rules, each on a line. A value has a shape of any of its keys."""
+        """Return the name of each value's rule, and all rules, each on a line. values: as in Checked.rules()."""
         names = [
             self._value(keys[0]) if len(keys) == 1 else self._rule(" | ".join(map(self._value, keys)))
             for keys in values
@@ -68,13 +68,13 @@ class Writer:
         return name
 
     def _rule(self, body: str) -> str:
-        """Return the name of the rule with a body."""
+        """Return the name of the rule with this body. Makes the rule if there is none."""
         if ("body", body) not in self._names:
             self._names["body", body] = self._new(body)
         return self._names["body", body]
 
     def _fixed(self, name: str) -> str:
-        """Return the name of one of the rules of _FIXED, written with the rules that it uses."""
+        """Write one of the rules of _FIXED, with the rules that it uses, and return its name."""
         own = f"{self._prefix}{name}"
         if own not in self._rules:
             self._rules[own] = ""
@@ -107,7 +107,7 @@ class Writer:
         return self._fixed("string") if language == ANYTHING else rf'"\"" {self._language(language)} "\""'
 
     def _language(self, language: Language) -> str:
-        """Return the GBNF of a language's texts within a JSON string. It may have several items, but no alternatives at the top."""
+        """Return the GBNF of a language's texts within a JSON string: items in a row, without alternatives at the top level."""
         match language:
             case Chars(found):
                 return self._fixed("char") if found == ALL else _class(found)
@@ -133,7 +133,7 @@ class Writer:
         return self._spaced(*res) or '""'
 
     def _state(self, language: Language) -> str:
-        """Return the name of the rule of a language that is not regular. Each of its states gets a rule."""
+        """Write a rule for each state of a language that is not regular, and return the name of the rule of the language itself."""
         found = languages.states(language) or {}
         new = [state for state in found if state not in self._names]
         self._names |= {state: self._new("") for state in new}
@@ -152,7 +152,7 @@ class Writer:
         return self._names[language]
 
     def _repeated(self, rule: str, low: int, high: float) -> str:
-        """Return low to high (inf: no bound) repetitions of a rule."""
+        """Return GBNF for low to high (inf: no bound) repetitions of a rule."""
         blocks, more = divmod(low, BLOCK) if low > 2 * BLOCK else (0, low)
         parts = [f"{self._rule(f'{rule}{{{BLOCK}}}')}{{{blocks}}}"] if blocks else []
         if high == inf:
@@ -165,7 +165,7 @@ class Writer:
         return self._spaced(*parts)
 
     def _up_to(self, rule: str, n: int) -> str:
-        """Return the name of a rule for 0 to n repetitions of a rule. Each number has a single derivation."""
+        """Return the name of a rule for 0 to n repetitions of `rule`. Each number of repetitions has a single derivation."""
         block = self._rule(f"{rule}{{{BLOCK}}}")
         steps, left = divmod(n, BLOCK)
         res = self._rule(f"{rule}{{0,{left}}}" if left else '""')
@@ -198,10 +198,11 @@ class Writer:
     def _members(
         self, members: list[tuple[str, bool]], rest: str | None, low: int, high: float, *, may_skip: bool
     ) -> str:
-        """Return low to high (inf: no bound) members, separated by commas.
+        """Return GBNF for low to high (inf: no bound) members, separated by commas.
 
-        members: each with whether it is required. rest: the rule of the members after them; None: there are none. may_skip: members
-        may follow one that is left out. There is a rule for the text from each member on, for each number of members before it.
+        members: the named ones, each with whether it is required. rest: the rule of further members; None: there are none. may_skip:
+        whether members may follow one that is left out. Each member has rules for the text from it on: one for each number of members
+        before it.
         """
         # from this number on, counting makes no difference
         most = int(max(1, low) if high == inf else high)
@@ -226,7 +227,7 @@ class Writer:
         return after[0] or ""
 
     def _rest(self, rule: str | None, n: int, low: int, high: float) -> str | None:
-        """Return the members after n others, of low to high in total; None: there would be too few."""
+        """Return GBNF for the members that follow n others, so that there are low to high in total; None if there would be too few."""
         if rule is None or n == high:
             return "" if n >= low else None
         more, low, high = self._rule(f"{self._comma} {rule}"), max(0, low - n), high - n
@@ -246,7 +247,7 @@ def json_text(text: str) -> str:
 
 
 def _single(found: Ranges) -> str:
-    """Return the only character of ranges; "": there are several."""
+    """Return the only character of ranges; "" if there are several."""
     return chr(found[0][0]) if len(found) == 1 and found[0][0] == found[0][1] else ""
 
 
@@ -254,7 +255,7 @@ _ESCAPED = ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
 
 
 def _class(found: Ranges) -> str:
-    """Return the GBNF of one character in a JSON string. Controls without a short escape are left out beside other characters."""
+    """Return GBNF for one character in a JSON string. Controls without a short escape are left out if any character needs no escape."""
     if char := _single(found):
         return literal(json_text(char))
     raw = languages.minus(found, _ESCAPED)

@@ -1,7 +1,7 @@
-"""Languages: sets of texts, as of a regular expression, with intersection and complement. Texts are sequences of code points.
+"""Languages: sets of texts, such as those that a regular expression matches; also their intersections and complements.
 
-The functions that make languages simplify them. A regular language without texts is always NOTHING. `is_empty` decides it for one
-that contains a `Both` or a `Not`.
+Texts are sequences of code points. The functions that make languages simplify them. A regular language without texts is always
+NOTHING. For a language that contains a `Both` or a `Not`, `is_empty` decides whether it has texts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -223,7 +223,7 @@ def has(language: Language, value: str) -> bool:
 
 
 def lengths(language: Language) -> tuple[int, float]:
-    """Return the least and the greatest number of characters of a text, or bounds of them (0 and inf for a `Both` or a `Not`)."""
+    """Return the least and the greatest number of characters of a text. A `Both` or a `Not` counts as 0 to inf."""
     match language:
         case Chars():
             return 1, 1
@@ -277,7 +277,7 @@ States = dict[Language, list[tuple[Ranges, Language]]]
 
 @lru_cache(maxsize=256)
 def states(language: Language) -> States | None:
-    """Return a language's states from which a text can end; {} for an empty or a regular language; None if there are too many."""
+    """Return the states of a language from which a text can end; {} if it is empty or regular; None if it has too many states."""
     found: States = {}
     todo, size = [] if is_regular(language) else [language], 0
     while todo:
@@ -301,7 +301,7 @@ def states(language: Language) -> States | None:
 
 
 def fulfilled(uses: Mapping[_K, Iterable[_K]], holds: Callable[[_K, set[_K]], bool]) -> set[_K]:
-    """Return the keys that hold: the least fixed point. uses: the keys that a key depends on. holds: given the keys found so far."""
+    """Return the keys that hold: the least fixed point. uses: the keys that each key depends on. holds: asked with the keys so far."""
     users: dict[_K, list[_K]] = {}
     for key, parts in uses.items():
         for part in parts:
@@ -317,7 +317,7 @@ def fulfilled(uses: Mapping[_K, Iterable[_K]], holds: Callable[[_K, set[_K]], bo
 
 
 def is_empty(language: Language) -> bool:
-    """Return whether a language contains no text. One with too many states counts as not empty."""
+    """Return whether a language contains no text. A language with too many states counts as not empty."""
     return language == NOTHING or (not is_regular(language) and states(language) == {})
 
 

@@ -25,12 +25,12 @@ TOO_LARGE = f"with what is beside it, its grammar needs more than {languages.MAX
 
 
 def _least(branch: Branch, keyword: str) -> int | None:
-    """Return the greatest value of a keyword that is a lower bound (minItems); None: no place has it."""
+    """Return the greatest value of a keyword that sets a lower bound (minItems); None if no place has the keyword."""
     return max((int(value) for _, value in branch.having(keyword)), default=None)
 
 
 def _most(context: Context, branch: Branch, keyword: str) -> float:
-    """Return the least value of a keyword that is an upper bound (maxItems); inf: there is none. Too large values are noted."""
+    """Return the least value of a keyword that sets an upper bound (maxItems); inf if there is none. Too large values are noted."""
     for place, value in branch.having(keyword):
         if value > MAX_COUNT:
             context.note(place, keyword, f"nothing is counted beyond {MAX_COUNT:,}: leave it out")
@@ -43,7 +43,7 @@ def _most(context: Context, branch: Branch, keyword: str) -> float:
 
 
 def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
-    """Return the shapes of a branch's numbers. integer: without a fraction."""
+    """Return the shapes of a branch's numbers. integer: only those without a fraction."""
     within = Interval.of(branch.places)
     steps = [exact(value) for _, value in branch.having("multipleOf")]
     step = Fraction(math.lcm(*(s.numerator for s in steps)), math.gcd(*(s.denominator for s in steps)) or 1)
@@ -71,7 +71,7 @@ def numbers(context: Context, branch: Branch, *, integer: bool) -> list[Shape]:
 
 
 def _short(context: Context, branch: Branch, within: Interval) -> Interval:
-    """Return a range without bounds that have more digits before the point than a double keeps. Such bounds are noted."""
+    """Drop bounds that have more digits before the point than a double keeps, with a note. Returns the range that remains."""
     why = f"a bound of numbers has at most {SHARP} digits before the point here"
     if within.low is not None and abs(within.low) >= 10**SHARP:
         context.note_all(branch, ("minimum", "exclusiveMinimum"), why)
@@ -83,7 +83,7 @@ def _short(context: Context, branch: Branch, within: Interval) -> Interval:
 
 
 def _multiples(step: Fraction, within: Interval) -> tuple[int | float, ...] | None:
-    """Return the multiples of a step in a range; None: there are too many, or Python's floats do not hold one exactly."""
+    """Return the multiples of a step in a range; None if there are too many, or if Python's floats cannot hold one of them exactly."""
     first, last = within.multiples(step)
     if first is None or last is None or last - first >= MAX_MULTIPLES:
         return None
@@ -120,7 +120,7 @@ def texts(context: Context, branch: Branch) -> list[Shape]:
 
 
 def _languages(context: Context, branch: Branch) -> Iterator[tuple[Place, str, Language]]:
-    """Yield the languages of a branch's patterns and formats, each with its place and keyword. Others are noted."""
+    """Yield the language of each pattern and format of a branch, with its place and keyword. Those without a language are noted."""
     for place, pattern in branch.having("pattern"):
         if (found := _language(context, place, "pattern", pattern)) is not None:
             yield place, "pattern", found
@@ -132,7 +132,7 @@ def _languages(context: Context, branch: Branch) -> Iterator[tuple[Place, str, L
 
 
 def _language(context: Context, place: Place, keyword: str, pattern: str) -> Language | None:
-    """Return the language of a regular expression; None, with a note: it has no grammar."""
+    """Return the language of a regular expression; None, with a note, if no grammar can be made of it."""
     try:
         return patterns.language(pattern)
     except patterns.PatternError as err:
@@ -192,8 +192,8 @@ def arrays(context: Context, branch: Branch, key: Key) -> list[Shape]:
 
 
 def _unevaluated(context: Context, branch: Branch, keyword: str, key: Key) -> list[Place]:
-    """Return the schemas of unevaluatedItems or unevaluatedProperties. They apply to items or properties that nothing else evaluates.
-    These are known only if one place has all keywords for the value, except `type`. Otherwise the keyword is noted.
+    """Return the schemas of unevaluatedItems or unevaluatedProperties, which apply to what nothing else evaluates. That is known only if
+    no other place has keywords for the value besides `type`, and none has `not`, `if` or `contains`. Otherwise the keyword is noted.
     """
     res = []
     for place, _ in branch.having(keyword):
@@ -235,7 +235,7 @@ def objects(context: Context, branch: Branch, key: Key) -> list[Shape]:
 
 
 def _of(context: Context, branch: Branch, name: str | None, matching: Collection[str]) -> list[Place]:
-    """Return the schemas of a property's value. name: None: a property that the schema does not name. matching: patterns."""
+    """Return the schemas of a property's value. name: None if the schema does not name the property. matching: patterns it matches."""
     child, res = context.document.child, []
     for place in branch.places:
         found = [child(place, "properties", name)] if name is not None and name in place.get("properties", {}) else []
@@ -247,7 +247,7 @@ def _of(context: Context, branch: Branch, name: str | None, matching: Collection
 
 
 def _may_match(context: Context, name: str, place: Place, pattern: str) -> bool:
-    """Return whether a property's name matches a pattern of a place. If that is unknown, it does, with a note."""
+    """Return whether a property's name matches a pattern of a place. If that is unknown, note it and return True."""
     try:
         return context.checker.matches(name, place, "patternProperties", pattern)
     except Unsure:
@@ -265,7 +265,7 @@ def _allowed(context: Context, branch: Branch, name: str) -> bool:
 
 
 def _others(context: Context, branch: Branch, unsaid: list[Place]) -> _Others:
-    """Return the properties that the branch does not name. Beside `properties`, there are none unless a keyword says so."""
+    """Return the properties that the branch does not name. If it has `properties`, these are only the ones that a keyword allows."""
     given = {p: place for place, found in branch.having("patternProperties") for p in found}
     if len(given) > MAX_PATTERNS:
         context.note_all(branch, ("patternProperties",), f"there are more than {MAX_PATTERNS} patterns")
@@ -303,7 +303,7 @@ def _called(context: Context, branch: Branch) -> Language:
 def _open(
     context: Context, branch: Branch, others: _Others, called: Language, names: dict[str, None]
 ) -> Iterator[Other]:
-    """Yield the properties that the branch does not name. called: the names that are allowed. names: those of the branch."""
+    """Yield `others` without the names in the branch. called: the names that propertyNames allows. names: the names in the branch."""
     named = languages.other(languages.either(*map(languages.text, names)))
     for language, values in others:
         found = languages.both(language, called, named)
@@ -317,7 +317,7 @@ def _open(
 
 
 def _limited(context: Context, branch: Branch, shape: Object) -> Object:
-    """Return objects with minProperties to maxProperties properties."""
+    """Return an object shape, limited to minProperties to maxProperties properties."""
     low, high = _least(branch, "minProperties") or 0, _most(context, branch, "maxProperties")
     n_required = sum(p.required for p in shape.properties)
     n_optional = len(shape.properties) - n_required

@@ -13,7 +13,7 @@ MAX_RULES = 50_000
 
 
 class Normal:
-    """Finds the shapes of a document. context: of the document."""
+    """Finds the shapes of a document's schemas. context: the document's context."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._document = context, context.document
@@ -21,7 +21,7 @@ class Normal:
         self._shapes: Shapes = {}
 
     def of(self, key: Key) -> Shapes:
-        """Return the shapes of a key and of all keys within. Raises SchemaError if they are too many, or no value meets the schema."""
+        """Return the shapes of a key and of all keys within. Raises SchemaError if there are too many, or no value meets the schema."""
         todo = [key]
         while todo:
             at = todo.pop()
@@ -68,18 +68,18 @@ class Normal:
         return res
 
     def _listed(self, branch: Branch) -> tuple[str, ...]:
-        """Return the values that a branch lists, and that meet all of its schemas, as JSON."""
+        """Return, as JSON, the values that a branch lists and that meet all of its schemas."""
         values = next(values for place in branch.places for values in listed(place))
         found = {frozen(value): value for value in values if all(self._context.meets(value, p) for p in branch.places)}
         return tuple(map(text_of, found.values()))
 
     def _excludes(self, place: Place, allowed: frozenset[str]) -> bool:
-        """Return whether `not` of a place may exclude values of some kinds."""
+        """Return whether a place's `not` may exclude values of the allowed kinds."""
         lists = listed(self._document.child(place, "not"))
         return not lists or any(kind_of(value) in allowed for value in lists[0])
 
     def _nothing(self) -> SchemaError:
-        """Return the error for a schema that no value meets. It names the first part without a shape."""
+        """Return the error for a schema that no value meets. The error names the first part without values."""
         for key, options in self._shapes.items():
             if all(shape == Values(()) for shape in options):
                 place = self._document.places[key[0]]

@@ -11,7 +11,7 @@ _ZERO = ord("0")
 def digits(first: int | None, last: int | None, places: int) -> Language:
     """Return the texts of the numbers from first to last, without exponents. places: the most digits after the point.
 
-    first, last: in units of 10**-places; None: no bound but the number of digits.
+    first, last: in units of 10**-places; None: only the number of digits is bounded.
     """
     most = (
         10 ** (places + max(LONGEST, *(len(str(abs(n))) - places + 1 for n in (first, last) if n is not None), 0)) - 1
@@ -38,7 +38,9 @@ def _positive(low: int, high: int, places: int) -> Language:
 
 
 def _between(low: str, high: str, places: int) -> Language:
-    """Return the digits from low to high, of equal lengths. The last `places` follow the point, where final zeros may be left out."""
+    """Return the texts of the numbers from low to high, which have equally many digits. The last `places` digits follow the point; final
+    zeros there are optional.
+    """
     n = len(low)
     if low == "0" * n and high == "9" * n:
         if n < places or n == 0:
@@ -65,5 +67,5 @@ def _digits(least: int, most: int) -> Language:
 
 
 def _fraction(places: int) -> Language:
-    """Return nothing, or the point and up to `places` digits."""
+    """Return the texts of an optional fraction: the point and up to `places` digits."""
     return either(EMPTY, seq(text("."), _digits(1, places))) if places else EMPTY

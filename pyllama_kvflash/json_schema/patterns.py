@@ -30,11 +30,11 @@ _CODE = re.compile(
 
 
 class PatternError(ValueError):
-    """A regular expression has no grammar. The text is the reason."""
+    """A regular expression has no grammar. The error's text is the reason."""
 
 
 Anchored = dict[tuple[bool, bool], Language]
-"""The texts that a part matches, by whether a match must begin at the text's start, and whether it must end at its end."""
+"""The texts that a part matches, by whether a match must begin at the text's start, and must end at the text's end."""
 
 
 @lru_cache(maxsize=1024)
@@ -105,7 +105,7 @@ class _Reader:
         return _many(part, *found)
 
     def _count(self) -> tuple[int, float] | None:
-        """Read a quantifier. Returns its least and greatest number of repetitions; None: there is no quantifier."""
+        """Read a quantifier. Returns the least and the greatest number of repetitions; None if there is no quantifier."""
         for char, count in (("*", (0, inf)), ("+", (1, inf)), ("?", (0, 1))):
             if self._take(char):
                 return count
@@ -231,7 +231,7 @@ def _either(*options: Anchored) -> Anchored:
 
 
 def _joined(one: Anchored, two: Anchored) -> Anchored:
-    """Return the concatenation of two parts. Before a `^` the first must be empty, and after a `$` the second."""
+    """Return the concatenation of two parts. The first must be empty before a `^`, and the second must be empty after a `$`."""
     found: list[Anchored] = []
     for (begins, ends), first in one.items():
         for (begins_2, ends_2), second in two.items():

@@ -27,7 +27,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number. integer: without a fraction. digits: its texts, which have no exponent; None: any number."""
+    """A number. integer: without a fraction. digits: the language of its texts, without exponents; None: any number."""
 
     integer: bool
     digits: Language | None = None
@@ -42,7 +42,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """low to high items (inf: no bound). prefix: the keys of the first items. rest: the key of all others; None: no others."""
+    """An array of low to high items (inf: no bound). prefix: the keys of the first items. rest: the others' key; None: no others."""
 
     prefix: tuple[Key, ...]
     rest: Key | None
@@ -61,7 +61,7 @@ class Property:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """Properties that a schema does not name. names: the language of their names. key: of their values."""
+    """Properties that a schema does not name. names: the language of their names. key: the key of their values."""
 
     names: Language
     key: Key
@@ -69,7 +69,7 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Properties, in this order, then others. low, high: of how many properties in total (inf: no bound)."""
+    """An object's properties, in this order, then others. low, high: the fewest and the most properties in total (inf: no bound)."""
 
     properties: tuple[Property, ...]
     others: tuple[Other, ...] = ()
@@ -92,7 +92,7 @@ def parts(shape: Shape) -> Iterator[Key]:
 
 
 def size(shapes: Shapes) -> int:
-    """Return about how many rules the grammar of shapes needs. A repeated part needs rules by its number of repetitions."""
+    """Return about how many rules the grammar of shapes needs. A part that is repeated more often needs more rules."""
     found = [shape for options in shapes.values() for shape in options]
     texts = {shape.language for shape in found if isinstance(shape, Text)}
     texts |= {other.names for shape in found if isinstance(shape, Object) for other in shape.others}
@@ -102,7 +102,7 @@ def size(shapes: Shapes) -> int:
 
 
 def pruned(shapes: Shapes) -> Shapes:
-    """Return the shapes that have values, without the parts that have none. An object that must contain itself has none."""
+    """Return the shapes that have values, without the parts that have none. An object that must contain itself has no values."""
 
     def possible(key: Key, known: set[Key]) -> list[Shape]:
         return [cut for shape in shapes[key] if (cut := _cut(shape, known)) is not None]
@@ -113,7 +113,7 @@ def pruned(shapes: Shapes) -> Shapes:
 
 
 def _cut(shape: Shape, known: set[Key]) -> Shape | None:
-    """Return a shape without the parts that have no value; None if it has no value without them. known: keys that have values."""
+    """Return a shape without the parts that have no values; None if the shape then has none itself. known: the keys that have values."""
     if isinstance(shape, Values):
         return shape if shape.texts else None
     if isinstance(shape, Array):

@@ -15,7 +15,7 @@ _MOST = 1_000  # characters of a text that is matched with a regular expression
 
 
 class Unsure(Exception):  # noqa: N818 (control flow, not an error)
-    """Whether a value meets a schema cannot be determined. keyword: the keyword of the place that cannot be checked."""
+    """Whether a value meets a schema cannot be determined. place, keyword: what cannot be checked."""
 
     def __init__(self, place: Place, keyword: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ ALL_KINDS = kinds(TYPES)
 
 
 def allowed(schema: Schema) -> frozenset[str]:
-    """Return the kinds that a schema allows by `type` and `nullable`."""
+    """Return the kinds that a schema's `type` and `nullable` allow."""
     given = schema.get("type", TYPES) if isinstance(schema, dict) else TYPES
     names = [given] if isinstance(given, str) else given
     return kinds(names) | ({"null"} if isinstance(schema, dict) and schema.get("nullable") is True else set())
@@ -60,7 +60,7 @@ def allowed(schema: Schema) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Numbers from low to high (None: no bound). An open bound is not one of them."""
+    """Numbers from low to high (None: no bound). An open bound is itself excluded."""
 
     low: Fraction | None = None
     low_open: bool = False
@@ -78,7 +78,7 @@ class Interval:
         return cls(*low, *high)
 
     def multiples(self, step: Fraction) -> tuple[int | None, int | None]:
-        """Return the first and the last multiple of a step, counted in steps; None: there is no bound."""
+        """Return the first and the last multiple of a step in the interval, counted in steps; None for a bound that is missing."""
         first = last = None
         if self.low is not None:
             first = math.floor(self.low / step) + 1 if self.low_open else math.ceil(self.low / step)
@@ -108,7 +108,7 @@ class Checker:
         self._lists: dict[int, list[frozenset[Any]]] = {}  # by the index of a place
 
     def meets(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets a schema. Its references must not form a circle. Raises Unsure."""
+        """Return whether a value meets a schema, whose references must not form a circle. Raises Unsure."""
         self._document.spend(1)
         if isinstance(place.schema, bool):
             return place.schema
@@ -122,13 +122,13 @@ class Checker:
         )
 
     def _listed(self, value: Any, place: Place) -> bool:
-        """Return whether `const` and `enum` of a schema allow a value."""
+        """Return whether a schema's `const` and `enum` allow a value."""
         if place.index not in self._lists:
             self._lists[place.index] = [frozenset(map(frozen, values)) for values in listed(place)]
         return all(frozen(value) in values for values in self._lists[place.index])
 
     def _together(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets what a schema's references and its keywords that combine schemas ask for."""
+        """Return whether a value meets a schema's references, and its keywords that combine schemas."""
         if not all(self.meets(value, target) for target in self._document.refs(place)):
             return False
         all_of = [self.meets(value, one) for one in self._document.children(place, "allOf")]
@@ -159,7 +159,7 @@ class Checker:
 
     @staticmethod
     def matches(text: str, place: Place, keyword: str, pattern: str) -> bool:
-        """Return whether a regular expression of a place matches anywhere in a text. Raises Unsure."""
+        """Return whether a place's regular expression matches anywhere in a text. Raises Unsure."""
         try:
             language = patterns.language(pattern)
         except patterns.PatternError:
@@ -179,7 +179,7 @@ class Checker:
 
 
 def listed(place: Place) -> list[list[Any]]:
-    """Return the values that a schema lists: a list for `const`, and one for `enum`, if it has them."""
+    """Return the lists of values that a schema allows: one for `const` and one for `enum`, if it has them."""
     return [[place.get("const")]] * place.has("const") + [place.get("enum")] * place.has("enum")
 
 

@@ -1,1 +1,1 @@
-"""From a model and its options to contexts, pools and sequences, and their memory."""
+"""Turns a model and its options into contexts, pools and sequences, and counts their memory."""

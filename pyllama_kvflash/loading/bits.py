@@ -20,8 +20,8 @@ LEAST = 256 << 20
 
 
 def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[Options, ...]:
-    """Return the options to try, in order, with `coarse`, `codes_in_panes` and policy "auto" resolved: the most accurate codes first.
-    The last one is used even if it does not fit. Policy "auto" becomes "fresh" with codes, else "qk".
+    """Return the options to try, the most accurate codes first, with `coarse`, `codes_in_panes` and policy "auto" resolved. The last ones
+    are used even if they do not fit. Policy "auto" becomes "fresh" with codes, else "qk".
 
     options: from Options.resolved(). possible: whether the model can have codes here. lodged: whether codes can share the panes' memory.
     """
@@ -39,7 +39,7 @@ def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[
 
 def may_lodge(options: Options, geometry: Geometry) -> bool:
     """Return whether codes can share the memory of an exact pass. That needs one sequence, one GPU (the CPU may have layers, too), and
-    no exact passes during answers. Several sequences would read and answer in turns, and need both memories at once.
+    no exact passes during answers. Several sequences would need both memories at once, because they read and answer in turns.
     """
     found = devices()
     gpus = {i for i in geometry.devices or (0,) if found[i].gpu}
@@ -65,15 +65,15 @@ def _with(options: Options, bits: str) -> Options:
 
 
 def free_bytes() -> dict[str, int]:
-    """Return the free bytes of each device by its name. Call it before loading, for fits()."""
+    """Return the free bytes of each device, by the device's name. Call this before loading, for fits()."""
     return {device.name: device.free for device in devices()}
 
 
 def fits(needs: Sequence[DeviceBytes], free: Mapping[str, int], reserve: int = RESERVE) -> bool:
-    """Return whether each device with codes has room for everything, with a reserve left. Devices without codes are not checked, because
-    fewer bits would not help them.
+    """Return whether each device with codes has room for everything, and a reserve. Devices without codes are not checked, because fewer
+    bits would not help them.
 
-    free: free bytes before anything was loaded, without the memory of the program itself. reserve: bytes, on a GPU.
+    free: from free_bytes(), before anything was loaded. The program itself was in memory then. reserve: bytes, on a GPU.
     """
     return all(
         need.total - need.program <= free[need.name] - (reserve if need.gpu else RESERVE)
@@ -99,8 +99,8 @@ M = TypeVar("M", bound=Made)
 def first_that_fits(
     options: Options, found: Sequence[Options], free: Mapping[str, int], make: Callable[[Options], M]
 ) -> M:
-    """Call `make` with the options of `found` in the order of _tries(), and return the first result whose memory fits. If none does,
-    return the result of the last options.
+    """Call `make` with each of the options, in the order of _tries(), and return the first result whose memory fits. If none does, return
+    the result for the last of `found`.
 
     found: choices(options). free: as for fits(). Raises the errors of `make` for the last options.
     """
@@ -114,9 +114,9 @@ def first_that_fits(
 
 
 def _tries(options: Options, found: Sequence[Options]) -> list[tuple[Options, int]]:
-    """Return the options to try before the last of `found`, in order, each with its reserve for fits().
+    """Return the options to try, in order, each with the reserve for fits(). If none of them fits, the last of `found` is used.
 
-    If `coarse` is "auto" and no codes fit a GPU, small batches may leave room for some.
+    If `coarse` is "auto", small batches are tried after the usual ones, since they may leave room for codes on a GPU.
     """
     *closer, last = found
     small = max(SMALL_BATCH, options.n_parallel)  # a token of each sequence fits

@@ -68,8 +68,8 @@ FULL_KLD = {
 def speed(kind: str, n_ctx: int, coarse: str = "off") -> float:
     """Return the decode speed at the end of a context, relative to the full f16 cache on the same GPU.
 
-    kind: "f16", "q8_0", "q4_0", "RAM" or "pool". coarse: of a pool: "4", "2" or "off". Interpolates between measured contexts;
-    beyond them it takes the nearest.
+    kind: "f16", "q8_0", "q4_0", "RAM" or "pool". coarse: a pool's codes: "4", "2" or "off". Speeds are interpolated between measured
+    contexts; beyond them, the nearest one counts.
     """
     if kind in FULL_DECODE:
         return _ratio(FULL_CONTEXTS, FULL_DECODE[kind], FULL_DECODE["f16"], n_ctx)
@@ -92,7 +92,7 @@ def hybrid_speed(kind: str, n_ctx: int, coarse: str = "off") -> float | None:
 
 
 def cpu_speed(kind: str, n_ctx: int) -> float | None:
-    """Return speed() without a GPU. kind: "f16" or "pool"; None for others, which were not measured."""
+    """Return speed() without a GPU. kind: "f16" or "pool"; other kinds give None, because they were not measured."""
     rates = CPU_DECODE.get(kind)
     return None if rates is None else _ratio(CPU_CONTEXTS, rates, CPU_DECODE["f16"], n_ctx)
 
@@ -103,7 +103,7 @@ def _ratio(contexts: Sequence[int], rates: Sequence[float], full: Sequence[float
 
 
 def divergence(share: float, coarse: str, type_k: str = "f16") -> dict[str, float] | None:
-    """Return the mean KL divergence of long answers for prose and code; None if it was not measured.
+    """Return the mean KL divergence of long answers, in prose and in code; None if it was not measured.
 
     share: the pool's share of the context. Above the largest measured share, the values of that share are returned; below the smallest,
     None. coarse: "4", "2" or "off". type_k: "f16" or "q8_0".

@@ -202,7 +202,7 @@ def _opened(
     program: int,
     parts: ExitStack,
 ) -> Loaded:
-    """Make the contexts. options: with codes and policy decided. parts: receives everything that is opened."""
+    """Make the contexts. options: with `coarse` and the policy resolved. parts: receives everything that is opened."""
     ground = _Loading(model, seen.geometry, options, open_engine, parts)
     plan = plan_contexts(seen.geometry, options, ground, model.fingerprint)
     size, pool = plan.size, plan.pool
@@ -336,7 +336,7 @@ def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, .
 def probe(model: Model, options: Options) -> Probe:
     """Probe a model's memory with small contexts: a stock one, and pools with and without codes.
 
-    Raises the errors of a stock context with these cache types.
+    Raises the errors of making the stock context.
     """
     small = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
     types: dict[str, Any] = {"type_k": options.type_k, "type_v": options.type_v, "flash_attn": options.flash_attn}
@@ -365,12 +365,12 @@ def probe(model: Model, options: Options) -> Probe:
 
 
 def _on_gpu(geometry: Geometry) -> bool:
-    """Return whether a GPU holds the rows of a layer."""
+    """Return whether a GPU holds the rows of any layer."""
     return any(devices()[i].gpu for i in geometry.devices)
 
 
 def _refused(model: Model, **params: Any) -> str | None:
-    """Return the error of making a context with these parameters; None if it can be made."""
+    """Return the error that making a context with these parameters gives; None if it can be made."""
     try:
         Context(model, **params).close()
     except (UnsupportedError, NativeError) as err:
@@ -379,7 +379,7 @@ def _refused(model: Model, **params: Any) -> str | None:
 
 
 def check_file(path: Path) -> None:
-    """Raise UsageError or ModelError, in one sentence, for a path that cannot be a GGUF model."""
+    """Raise UsageError or ModelError for a path that cannot be a GGUF model. The message is one sentence."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):

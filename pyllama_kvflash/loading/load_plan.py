@@ -13,7 +13,7 @@ from pyllama_kvflash.policy.sizing import BATCH, n_panes
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """The queries that a context keeps: of the last n_token tokens (0: none), in every `every`-th layer."""
+    """Which queries a context keeps: those of the last n_token tokens (0: none), in every `every`-th layer."""
 
     n_token: int = 0
     every: int = 1
@@ -23,7 +23,7 @@ class Tap:
 class LoadPlan:
     """The contexts of a model.
 
-    size: of the pool.
+    size: the pool's size.
     n_batch: the largest batch, in tokens, that goes through the pool or the full cache.
     pool: the parameters of the pool; None: the full cache.
     """
@@ -34,7 +34,7 @@ class LoadPlan:
 
 
 def context_options(options: Options) -> dict[str, Any]:
-    """Return how a context computes, as arguments of Context. options: from Options.resolved()."""
+    """Return the arguments of Context that say how it computes. options: from Options.resolved()."""
     return {
         "n_threads": options.n_threads or 1,
         "type_k": options.type_k,
@@ -53,7 +53,7 @@ class Ground(Protocol):
         """Return the free memory of each device that holds KV."""
 
     def asks(self) -> tuple[str, str]:
-        """Return the name and the query of the policy's scorer."""
+        """Return the name of the policy's scorer, and its `query`."""
 
     def read_exactly(self, n_pane: int, tap: Tap) -> bool:
         """Allocate, or only count, an exact pass with n_pane panes. Returns whether it fits."""
@@ -62,8 +62,8 @@ class Ground(Protocol):
 def plan_contexts(geometry: Geometry, options: Options, ground: Ground, fingerprint: int = 0) -> LoadPlan:
     """Decide on the pool and the exact pass.
 
-    geometry: of the full-attention cache. options: from Options.resolved(), with a policy that the model can have. fingerprint: the
-    model's, for the pool's records; 0: the plan is only inspected.
+    geometry: the full-attention cache's. options: from Options.resolved(), with a policy that the model can have. fingerprint: the
+    model's, for the pool's records; 0 if the plan is only inspected.
 
     An automatic pool is sized from the memory that the exact pass leaves. Raises the ground's errors, and UsageError.
     """
@@ -88,7 +88,7 @@ def plan_contexts(geometry: Geometry, options: Options, ground: Ground, fingerpr
 
 
 def pool_size(options: Options, memory: list[DeviceBytes]) -> PoolSize:
-    """Return the pool that the options ask for. memory: of the devices that will hold it."""
+    """Return the pool that the options ask for. memory: the devices that will hold the pool."""
     return resolve_pool(
         options.pool,
         n_ctx=options.n_ctx * options.n_parallel,

@@ -15,7 +15,7 @@ from pyllama_kvflash.policy.sizing import most_cells, whole_cells
 def device_memory(geometry: Geometry, options: Options, *, n_pane: int = 0, lodged: bool = False) -> list[DeviceBytes]:
     """Return each device that holds KV, with its current free bytes, KV bytes per token, and codes.
 
-    n_pane: the bytes per token are those of this many panes; 0: those of the cache. lodged: leave out codes that share the panes' memory.
+    n_pane: if given, count the KV of so many panes; 0: that of the cache. lodged: leave out codes that share the panes' memory.
     """
     found, asked = devices(), (row_bytes, *types_of(options))
     sizes = geometry.panes_by_device(*asked, n_pane) if n_pane else geometry.by_device(*asked)
@@ -34,9 +34,9 @@ def types_of(options: Options) -> tuple[int, int]:
 def coarse_bytes(
     geometry: Geometry, options: Options, n_pool: int | None = None, *, lodged: bool = False
 ) -> dict[int, int]:
-    """Return the bytes of the codes of full contexts, with the GPU buffers for attending to them, by device index.
+    """Return, by device index, the bytes of the codes of full contexts and of the GPU buffers for attending to codes.
 
-    options: from Options.resolved(), with `coarse` decided. n_pool: cells of the pool; None: of the largest pool that the options allow.
+    options: from Options.resolved(), with `coarse` resolved. n_pool: cells of the pool; None: as many as the options may give it.
     lodged: leave out codes that share the memory of an exact pass.
     """
     codes = _codes(geometry, options)
@@ -61,7 +61,7 @@ def _codes(geometry: Geometry, options: Options) -> Counter[int]:
 
 
 def lodging_bytes(geometry: Geometry, options: Options) -> dict[int, int]:
-    """Return the bytes of codes that share the memory of an exact pass, by device index."""
+    """Return, by device index, the bytes of codes that share the memory of an exact pass."""
     found = devices()
     return {i: n for i, n in _codes(geometry, options).items() if found[i].gpu} if options.codes_in_panes else {}
 

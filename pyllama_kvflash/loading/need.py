@@ -22,7 +22,7 @@ DRIVER = 660 << 20
 
 
 def weights_of(model: Model) -> Counter[int]:
-    """Return the bytes of weights on each device, by index."""
+    """Return the bytes of weights on each device, by device index."""
     res: Counter[int] = Counter()
     for weight in model.weights():
         res[weight.device] += weight.size
@@ -38,7 +38,7 @@ def needs_of(
     drafter: Sequence[int],
     program: int,
 ) -> tuple[DeviceBytes, ...]:
-    """Return what each device holds with a full context, without empty devices; estimates for a model loaded with no_alloc.
+    """Return what each device holds with a full context, without empty devices. For a model loaded with no_alloc, these are estimates.
 
     options: from Options.resolved(). n_pool: cells of the pool; None: the full cache. exact: what the exact pass holds, by device index.
     drafter: bytes of a drafter on each device. program: see program_bytes().
@@ -74,8 +74,8 @@ _program: list[int] = []  # the first result of program_bytes()
 
 
 def program_bytes(model: Model | None = None) -> int:
-    """Return the RAM of this process without model weights: Python, libraries, and the vocabulary. Later calls return the first
-    result, because they would count the memory of other engines.
+    """Return the RAM of this process without model weights: Python, libraries, and the vocabulary. Later calls return the first result,
+    because measuring again would count the memory of other engines.
 
     model: just loaded, before any context takes memory; None: no weights are loaded.
     """

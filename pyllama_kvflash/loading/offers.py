@@ -32,9 +32,9 @@ class Offer:
     """A way to hold the context.
 
     kind: the cache: "f16", "q8_0", "q4_0", "RAM" or "pool". options: the fields of Options that make it. needs: each device's memory.
-    lacking: missing bytes by "GPU" and "RAM"; {}: the offer fits. moves: whether experts, or feed-forward weights, may stay on the host.
-    on_gpu: whether a GPU computes. n_on_cpu: layers whose feed-forward weights stay on the host. host_read: bytes of weights that the
-    CPU reads from RAM per token. recurrent: whether the model has recurrent states.
+    lacking: the bytes that "GPU" and "RAM" lack; {}: the offer fits. moves: whether experts, or feed-forward weights, may stay on the
+    host. on_gpu: whether a GPU computes. n_on_cpu: layers whose feed-forward weights stay on the host. host_read: bytes of weights that
+    the CPU reads from RAM per token. recurrent: whether the model has recurrent states.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Offer:
 
     @property
     def lossless(self) -> bool:
-        """Whether answers are the full cache's."""
+        """Whether the pool is in mode lossless, so that answers are the same as with a full cache."""
         return self.options.get("mode") == "lossless"
 
     @property
@@ -59,14 +59,14 @@ class Offer:
         return str(self.options.get("coarse", "off"))
 
     def divergence(self, n_ctx: int) -> dict[str, float] | None:
-        """Return the divergence of long answers from the full f16 cache's, as expected.divergence() does; None: not measured."""
+        """Return how far long answers diverge from those of the full f16 cache, as expected.divergence() does; None: not measured."""
         kind = self.options.get("type_k", "f16")
         if self.n_pool is None or self.lossless:
             return expected.FULL_KLD[kind]
         return expected.divergence(self.n_pool / n_ctx, self.coarse, kind)
 
     def is_close(self, n_ctx: int) -> bool:
-        """Return whether long answers diverge from the full f16 cache's about as little as a full q8_0 cache's do."""
+        """Return whether long answers are about as close to those of the full f16 cache as a full q8_0 cache's."""
         far, q8_0 = self.divergence(n_ctx), expected.FULL_KLD["q8_0"]
         return far is not None and all(far[text] <= _AS_GOOD * q8_0[text] for text in far)
 
@@ -80,17 +80,17 @@ class Offer:
 
     @property
     def most_speed(self) -> float:
-        """How many tokens per second the reading of weights from RAM allows; infinite if no weights are in RAM."""
+        """The most tokens per second, given that weights in RAM must be read; infinite if no weights are in RAM."""
         return expected.RAM_RATE / self.host_read if self.host_read else math.inf
 
     def bytes_of(self, *, gpu: bool) -> int:
-        """Return the bytes of GPU memory, or of RAM, that are taken with a full context."""
+        """Return how many bytes of GPU memory, or of RAM, a full context takes."""
         return sum(need.total for need in self.needs if need.gpu == gpu)
 
 
 def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = None) -> list[Offer]:
-    """Return all ways to hold a context, whether they fit or not. n_ctx: positions; 0: the trained context. gpu, ram: bytes; gpu 0: the
-    CPU computes. n_ubatch: tokens of a physical batch; None: the usual number, or fewer if memory is short.
+    """Return all ways to hold a context, whether they fit or not. n_ctx: positions; 0: the trained context. gpu, ram: bytes; with gpu 0,
+    the CPU computes. n_ubatch: tokens of a physical batch; None: the usual number, or fewer if memory is short.
 
     Loads no weights. Raises the errors of planning.planned().
     """
@@ -144,8 +144,8 @@ def usable(found: list[Offer]) -> list[Offer]:
 def best(found: list[Offer], n_ctx: int) -> Offer | None:
     """Return the best offer that fits, or None.
 
-    The criteria, in this order: the rank; few bytes of experts read from RAM per token; the usual batch size; few layers in RAM; the
-    least measured divergence from the full f16 cache; the largest pool.
+    With a GPU, the criteria are, in this order: the rank; few bytes of experts that a token reads from RAM; the usual batch size; few
+    layers in RAM; the least measured divergence from the full f16 cache; the largest pool.
     """
     fit = [offer for offer in usable(found) if not offer.lacking]
     if fit and not fit[0].on_gpu:  # a pool's answers are as good, and much faster
@@ -172,7 +172,7 @@ def _answers_well(offer: Offer) -> bool:
 
 
 class _Look:
-    """The search for offers on a machine with a GPU. small: options for smaller batches; {}: none."""
+    """The search for offers on a machine with a GPU. small: options that make batches smaller; {}: they stay as they are."""
 
     def __init__(self, path: Path, base: Options, gpu: int, ram: int, small: dict[str, Any], facts: "_Facts") -> None:
         self._path, self._base, self._small, self._facts = path, base, small, facts
@@ -210,9 +210,9 @@ class _Look:
                 yield from islice((offer for offer in tried if not offer.lacking), 1)
 
     def _pool(self, kind: str, more: dict[str, str]) -> Offer | None:
-        """Return the best pool: with the most accurate codes that fit beside the smallest pool (with small batches if necessary), and
-        as large as fits beside these codes. If nothing fits, return the smallest pool without codes. None if the context is too small
-        or the model cannot be pooled. more: additional options.
+        """Return the best pool, or None if the context is too small or the model cannot be pooled. The best pool has the most accurate
+        codes that fit beside the smallest pool (with small batches if necessary), and is as large as fits beside them. If nothing
+        fits, return the smallest pool without codes. more: additional options.
         """
         *larger, least = [size for size in POOLS if size < self._base.n_ctx] or [0]
         found = None
@@ -263,8 +263,8 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Facts about a model. embeddings: bytes of token embeddings, in RAM; a token reads almost none of them. share: the fraction of
-    other weights in RAM that a token reads. of_experts: the model has experts. recurrent: it has recurrent states.
+    """Facts about a model. embeddings: bytes of the token embeddings, which are in RAM; a token reads almost none of them. share: the
+    fraction of other weights in RAM that a token reads. of_experts, recurrent: whether the model has experts, and recurrent states.
     """
 
     embeddings: int
@@ -289,7 +289,7 @@ class _Facts:
 
 
 class _OnCPU(_Look):
-    """Without a GPU: full caches, and the pool that `auto` would choose."""
+    """The search for offers without a GPU: full caches, and the pool that `auto` would choose."""
 
     def all(self) -> Iterator[Offer]:
         yield from self._full()
@@ -305,7 +305,7 @@ def _types(kind: str) -> dict[str, str]:
 
 
 def _in_host(held: tuple[DeviceBytes, ...]) -> tuple[DeviceBytes, ...]:
-    """Return the needs with KV and states moved to RAM, where llama.cpp keeps both, whatever devices this machine has."""
+    """Return the needs with KV and states counted in RAM. llama.cpp keeps both there without `kv_offload`, whatever this machine has."""
     kv, states = sum(need.kv for need in held), sum(need.states for need in held)
     there = next(i for i, need in enumerate(held) if not need.gpu)
     return tuple(

@@ -50,10 +50,10 @@ def open_exact(
 def exact_bytes(
     model: Model, geometry: Geometry, options: Options, n_pane: int = 0, tap: Tap = NO_TAP
 ) -> dict[int, DeviceBytes]:
-    """Return the bytes of an exact pass on each device, by index: panes (without codes that share their memory), compute buffers and
-    states. The states count on one device, because their placement is unknown.
+    """Return, by device index, the bytes of an exact pass: panes (without codes that share their memory), compute buffers and states. The
+    states count on one device, because their placement is unknown.
 
-    model: loaded with no_alloc. options: from Options.resolved(). n_pane: panes; 0: those of the options, or LEAST_PANES. Raises
+    model: loaded with no_alloc. options: from Options.resolved(). n_pane: panes; 0: as the options say, or LEAST_PANES. Raises
     NativeError and UnsupportedError.
     """
     n_pane = n_pane or options.panes or LEAST_PANES
@@ -63,7 +63,7 @@ def exact_bytes(
 
 
 def held_bytes(ctx: ExactContext, geometry: Geometry, options: Options) -> dict[int, DeviceBytes]:
-    """Return the bytes of an open exact pass on each device, as exact_bytes() does."""
+    """Return, by device index, the bytes of an open exact pass, in the form of exact_bytes()."""
     held = ctx.kv_bytes()
     return _by_device(ctx, geometry, options, ctx.pane_info().n_pane, held.swa + held.recurrent)
 
@@ -86,7 +86,7 @@ def _by_device(
 
 
 def _state_bytes(model: Model, options: Options) -> int:
-    """Return the bytes of windows and states. A stock context needs as many, and reports them without allocating."""
+    """Return the bytes of an exact pass's windows and states. A stock context has as many, and reports them without allocating."""
     with Context(model, **_shape(model, options)) as ctx:
         held = ctx.kv_bytes()
     return held.swa + held.recurrent

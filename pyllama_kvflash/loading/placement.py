@@ -30,8 +30,8 @@ def has_experts(weights: Sequence[Weight]) -> bool:
 
 
 def on_host(placed: Placement) -> list[str]:
-    """Return patterns of the weights that stay on the host: experts, as with llama.cpp's -ncmoe, or a dense model's feed-forward
-    weights.
+    """Return patterns of the names of weights that stay on the host: experts, as with llama.cpp's -ncmoe, or a dense model's
+    feed-forward weights.
     """
     return [rf"blk\.{i}{_FEED_FORWARD if placed.dense else _EXPERTS}" for i in range(placed.n_cpu_moe)]
 
@@ -40,7 +40,7 @@ def place(model: Model, geometry: Geometry, options: Options, floor: int) -> Pla
     """Decide the placement of experts, and the pool to request. See place_experts().
 
     model: loaded without weights (no_alloc), on its future devices.
-    geometry: of its full-attention cache.
+    geometry: the full-attention cache's.
     options: from Options.resolved().
     floor: the fewest cells of a pool.
 
@@ -96,7 +96,7 @@ def holdings(model: Model, geometry: Geometry, options: Options) -> list[Holding
 
 
 def _sizes(weights: Sequence[Weight], moves: re.Pattern[str], n_layer: int) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of the weights that cannot move, and for each layer the bytes of those that can."""
+    """Return the bytes of the weights that cannot move, and for each layer the bytes of the weights that can."""
     others, moved = 0, [0] * n_layer
     for weight in weights:
         if match := moves.match(weight.name):
@@ -109,7 +109,7 @@ def _sizes(weights: Sequence[Weight], moves: re.Pattern[str], n_layer: int) -> t
 def _measured(
     model: Model, geometry: Geometry, options: Options, here: Sequence[int]
 ) -> tuple[int, list[tuple[int, int]], list[int]]:
-    """Measure memory other than weights and pool, with contexts that allocate nothing: a small and a full cache.
+    """Measure the memory besides weights and pool, with contexts that allocate nothing: one with a small cache, one with a full cache.
 
     Returns three values, in bytes:
     - sliding windows, recurrent states, and a cache whose rows are unknown (it cannot be pooled); these count on every device,
@@ -137,7 +137,7 @@ def _measured(
 
 
 def drafters(options: Options, target: Context, here: Sequence[int]) -> list[int]:
-    """Return the bytes of this target's drafter on each device in `here`, as drafter_bytes() does."""
+    """Return the bytes of the target's drafter on each device in `here`, as drafter_bytes() does."""
     if options.spec is None:
         return [0 for _ in here]
     n_batch = options.drafter_batch(min(options.n_batch or BATCH, options.n_ctx))

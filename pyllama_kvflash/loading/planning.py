@@ -24,14 +24,14 @@ from pyllama_kvflash.scorers.factory import query_of
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The expected result of loading. memory: the bytes on each device with a full context. options: with codes and policy decided."""
+    """The expected result of loading. memory: the bytes on each device with a full context. options: with codes and policy resolved."""
 
     memory: tuple[DeviceBytes, ...]
     size: PoolSize
     options: Options
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def planned(path: Path, options: Options) -> Planned:
@@ -55,7 +55,7 @@ class Look:
     program: int
 
     def planned(self, pool: int | str | None = None) -> Planned:
-        """Return the expected result of loading. pool: replaces that of the options. Raises the errors of load.load()."""
+        """Return the expected result of loading. pool: replaces the options' pool. Raises the errors of load.load()."""
         options = self.options if pool is None else replace(self.options, pool=pool)
         check_codes(self.model, options, self.seen)
         make = partial(_planned, self.model, self.seen.geometry, self.program)
@@ -64,7 +64,7 @@ class Look:
 
 @contextmanager
 def look(path: Path, options: Options) -> Iterator[Look]:
-    """Open a model for inspection. Raises the errors of load.load(), except for a model that cannot be pooled."""
+    """Open a model for inspection. Raises the errors of load.load(), except the one for a model that cannot be pooled."""
     for server in options.rpc:
         add_rpc(server)
     refusal = None

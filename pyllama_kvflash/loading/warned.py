@@ -5,8 +5,8 @@ from pyllama_kvflash.options import Options, cores
 
 
 def untrained(model: Model, n_ctx: int) -> tuple[str, ...]:
-    """Return warnings if a context exceeds the model's reach (its training context, scaled by RoPE), or if RoPE options are meant for
-    longer contexts or do nothing for this model.
+    """Return warnings about a context beyond the model's reach (its training context, scaled by RoPE), and about RoPE options that are
+    meant for longer contexts or do nothing for this model.
     """
     return _beyond(model, n_ctx) + _without_yarn(model)
 
@@ -38,7 +38,7 @@ def _without_yarn(model: Model) -> tuple[str, ...]:
 
 
 def idle(options: Options, n_pool: int | None) -> tuple[str, ...]:
-    """Return warnings about options that do nothing on this machine, or without a pool."""
+    """Return warnings about options that do not help on this machine, or without a pool."""
     res, n = [], cores()
     if options.meter_share and n_pool is None and options.pool != "off":
         res.append("there is no pool, so the meter has nothing to compare: every token is the full cache's")

@@ -1,6 +1,6 @@
 """The native library behind a Python interface: handles, buffers, and statuses turned into exceptions.
 
-Only this package imports the compiled module. It moves bytes and runs graphs, and decides nothing.
+Only this package imports the compiled module. The package moves bytes and runs graphs, and decides nothing.
 """
 
 from pyllama_kvflash.native.chat import TEMPLATE_SECONDS, CallDelta, ChatEngine, Delta, Rendered, Reply

@@ -37,9 +37,9 @@ class Delta:
 class Rendered:
     """A conversation as a prompt, and the properties of its answer.
 
-    grammar: of the answer; None: unconstrained. warnings: constraints of the request's schemas that are not enforced, one sentence
-    each. preserved: special tokens that are shown as text. stop: strings that end the answer. format, parser, generation_prompt:
-    for parsing the answer.
+    grammar: constrains the answer; None: nothing does. warnings: a sentence for each constraint of the request's schemas that is not
+    enforced. preserved: special tokens that are shown as text. stop: strings that end the answer. format, parser, generation_prompt:
+    what Reply needs to parse the answer.
     """
 
     prompt: str
@@ -56,7 +56,7 @@ class ChatEngine:
     """A chat template, rendered by llama.cpp. Several threads may use it."""
 
     def __init__(self, model: Model, source: str | None = None, *, seconds: float = TEMPLATE_SECONDS) -> None:
-        """source: a template; None: the model's own. seconds: its time limit, for each call.
+        """source: a template; None: the model's own. seconds: the template's time limit, for each call.
 
         Raises UsageError (llama.cpp cannot parse the template), and UnsupportedError if it exceeds a limit.
         """
@@ -75,8 +75,8 @@ class ChatEngine:
     def apply(self, request: dict[str, Any]) -> Rendered:
         """Render a conversation as a prompt.
 
-        request: messages, tools, tool_choice ("auto", "none", "required"), parallel_tool_calls, json_schema (of the answer),
-        enable_thinking, chat_template_kwargs, add_generation_prompt, continue_final_message, in the form of the OpenAI protocol.
+        request: in the form of the OpenAI protocol, with messages, tools, tool_choice ("auto", "none", "required"), parallel_tool_calls,
+        json_schema (the answer's), enable_thinking, chat_template_kwargs, add_generation_prompt, continue_final_message.
 
         Raises UsageError, and UnsupportedError if the template exceeds its limits of time, text or depth.
         """
@@ -127,7 +127,7 @@ _SEVERAL = re.compile(r"^(tool-calls ::= )\((.*)\)\+$", re.MULTILINE)
 
 
 def _grammar(found: dict[str, Any], request: dict[str, Any]) -> Grammar:
-    """Return the grammar of an answer. A required call must come first, because a small model might never stop talking."""
+    """Return the grammar of an answer. A required call must come first, or a small model might talk without end."""
     triggers, text = found["triggers"], found["grammar"]
     if request.get("tool_choice") == "required":
         text = _TALK.sub(r"\1", text)
@@ -155,7 +155,7 @@ def _given(call: Callable[[Any], int]) -> Any:
 
 
 def _bytes(text: str, what: str) -> bytes:
-    """Return a text in UTF-8. Raises UsageError if it is not Unicode, or has a zero byte, which would end it in C."""
+    """Return a text in UTF-8. Raises UsageError if the text is not Unicode, or has a zero byte, which would end it in C."""
     data = errors.encoded(text, what)
     if b"\0" in data:
         msg = f"{what} has a zero byte"

@@ -1,4 +1,4 @@
-"""Fast checksums, by which a snapshot detects damage."""
+"""Fast checksums, with which snapshots detect damage."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ def _fields(struct: Any, cls: type[Any]) -> Any:
 
 
 class Context(PartialState):
-    """A llama.cpp context, as a view of one of its sequences: the first. sequence() returns views of the others.
+    """A view of a llama.cpp context, for the first of its sequences. sequence() returns the views for the others.
 
     Do not use it in two threads at once. Any thread may close it. It is a context manager.
     """
@@ -59,10 +59,10 @@ class Context(PartialState):
 
         n_ctx: logical positions of a sequence.
         n_seq: sequences, which share the cells.
-        n_rollback: tokens at the end of a batch over which a recurrent state can be rolled back: at most all but the first.
-        pool, panes: at most one of them; None: a stock cache with a cell for each position.
-        lodges: for a pool: a paned context of the model, which must outlive it. While the paned context is idle, a GPU keeps the codes in
-            its panes, if they are large enough.
+        n_rollback: by how many tokens at the end of a batch a recurrent state can be rolled back; never by all of them.
+        pool, panes: at most one of the two. With neither, the cache is a stock one with a cell for each position.
+        lodges: for a pool: a paned context of the same model, which must outlive this one. While the paned context is idle, a GPU keeps
+            the codes in its panes, if the panes are large enough.
         other: for a drafter: the context of its target.
         mtp: for a drafter: whether it consists of a model's own heads for further tokens.
         n_outputs: for a drafter: the most tokens of a batch that get logits; 0: all.
@@ -110,7 +110,7 @@ class Context(PartialState):
         self._tapped: list[Layer] | None = None  # cached, since they never change
 
     def sequence(self, seq: int) -> Self:
-        """Return the view of sequence 0 .. n_seq - 1, which decodes, moves and removes only its own positions.
+        """Return the view of sequence `seq`, from 0 to n_seq - 1. The view decodes, moves and removes only that sequence's positions.
 
         Raises UsageError.
         """
@@ -158,23 +158,23 @@ class Context(PartialState):
         self._shared.batch = {self.seq: (pos, len(tokens))}
 
     def computed(self, native: Any, n: int, n_batch: int | None = None) -> None:
-        """Record that a native context, this one or a paned one, computed a batch of this sequence, and its first n tokens are kept.
+        """Record that a native context computed a batch of this sequence, of which the first n tokens are kept.
 
-        n_batch: the tokens of the batch; None: n.
+        native: that of this context or of a paned one. n_batch: the tokens of the batch; None: n.
         """
         self._shared.computed(native, {self.seq: (n - 1, (n_batch or n) - n)})
 
     def keep(self, n: int) -> None:
-        """Keep only the first n of the sequence's tokens in the last batch, which all got logits. Raises as seq_rm()."""
+        """Keep only the first n of the sequence's tokens in the last batch, in which all had logits. Raises the errors of seq_rm()."""
         start, n_batch = self._shared.batch[self.seq]
         if n < n_batch:
             self.seq_rm(start + n)
         self._shared.kept(self.seq, n_batch - n)
 
     def decode_each(self, seqs: Sequence[int], pos: Sequence[int], tokens: Sequence[Tokens]) -> None:
-        """Decode tokens (n,) int32 of several sequences in one batch, from the given positions on. All get logits.
+        """Decode tokens of several sequences in one batch. All get logits. Raises the errors of decode().
 
-        At most n_ubatch tokens in all. Raises as decode().
+        pos: the position of each sequence's first token. tokens: (n,) int32 for each sequence, at most n_ubatch in all.
         """
         sizes = [len(part) for part in tokens]
         ends = np.cumsum(sizes)
@@ -199,8 +199,8 @@ class Context(PartialState):
 
     @contextmanager
     def same_output(self) -> Iterator[None]:
-        """Within the block, another context may compute. Afterwards, logits() and queries() of all sequences return this context's
-        last results again.
+        """Let another context compute within the block. Afterwards, logits() and queries() of all sequences return this context's last
+        results again.
         """
         before = {seq: o for seq, o in self._shared.outputs.items() if o.native == self.handle}
         yield
@@ -211,8 +211,8 @@ class Context(PartialState):
         check(lib.kvf_synchronize(self.output.native))
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
-        """Return a copy of the logits (n_vocab,) float32 of the sequence's token i in the last batch; -1: its last token. They are not
-        checked for NaN. Raises UsageError (the token has no logits) and NativeError.
+        """Return a copy of the logits of this sequence's token i in the last batch (-1: its last), (n_vocab,) float32. They may be NaN.
+        Raises UsageError (the token has no logits) and NativeError.
         """
         output = self.output
         check(lib.kvf_synchronize(output.native))
@@ -237,7 +237,7 @@ class Context(PartialState):
         self._shared.outputs.pop(self.seq, None)
 
     def seq_rm(self, start: int, end: int = -1) -> None:
-        """Remove positions [start, end); end -1: to the last. Raises UnsupportedError if a state cannot be rolled back."""
+        """Remove positions [start, end); end -1: up to the last. Raises UnsupportedError if a state cannot be rolled back."""
         check(lib.kvf_seq_rm(self.handle, self.seq, start, end))
 
     def attn_seq_rm(self, start: int, end: int) -> None:
@@ -245,7 +245,7 @@ class Context(PartialState):
         check(lib.kvf_attn_seq_rm(self.handle, self.seq, start, end))
 
     def set_width(self, n_kv: int) -> None:
-        """Make the attention read at least n_kv cells from now on. A restored sequence needs the PoolInfo.n_kv of when it was saved."""
+        """Make the attention read at least n_kv cells from now on. A restored sequence needs the PoolInfo.n_kv that it was saved with."""
         check(lib.kvf_set_width(self.handle, n_kv))
 
     #
@@ -281,8 +281,8 @@ class Context(PartialState):
         return res
 
     def compute_bytes(self, device: int | None = None) -> int:
-        """Return the bytes of the compute buffers on a device, an index into native.devices(); None: on all. For a model loaded with
-        no_alloc, return the expected bytes.
+        """Return the bytes of the compute buffers; for a model loaded with no_alloc, the expected bytes. device: an index into
+        native.devices(); None: all devices.
         """
         if device is None:
             return sum(self.compute_bytes(i) for i in range(lib.ggml_backend_dev_count()))
@@ -293,7 +293,7 @@ class Context(PartialState):
         return int(out[0]) + (self._halves() if planned_host() and device == 0 else 0)
 
     def _halves(self) -> int:
-        """Return the bytes of a layer's K and V in f16: CUDA's flash attention converts other types into its buffers."""
+        """Return the bytes of a layer's K and V in f16: CUDA's flash attention converts other types to f16, in its buffers."""
         n, kept = self.pool.n_pool if self.pool else self.n_ctx, (CACHE_TYPES["f16"], -1)
         rows = [((layer.type_k, layer.n_embd_k), (layer.type_v, layer.n_embd_v)) for layer in self.layers()]
         return 2 * n * max((sum(width for kind, width in each if kind not in kept) for each in rows), default=0)
@@ -310,8 +310,8 @@ class Context(PartialState):
         return res
 
     def blocks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return two arrays (n_block,) int32: the chunk of this sequence in each block (-1: none), and the cells in use
-        there.
+        """Return two arrays (n_block,) int32: the chunk that this sequence has in each block (-1: none), and how many cells of the block
+        are in use.
         """
         n = self.pool_info().n_block
         chunks, n_used, seqs = (np.empty(n, np.int32) for _ in range(3))
@@ -338,7 +338,7 @@ class Context(PartialState):
         return int(ticket[0])
 
     def wait(self, ticket: int = 0) -> None:
-        """Wait for the copies up to a ticket; 0: for all."""
+        """Wait for the copies up to a ticket; with 0, for all copies."""
         check(lib.kvf_wait(self.handle, ticket))
 
     def read(self, chunk: int, record: Record) -> None:
@@ -346,11 +346,11 @@ class Context(PartialState):
         self.wait(self.begin_read(chunk, record))
 
     def drop(self, chunk: int) -> None:
-        """Free the block of a resident chunk. The caller has its record, or has begun to read it."""
+        """Free the block of a resident chunk. The caller must have the chunk's record, or have begun to read it."""
         check(lib.kvf_drop(self.handle, self.seq, chunk))
 
     def page_in(self, chunk: int, record: Record, block: int = -1) -> int:
-        """Copy a record into a free block (-1: the first). The next decode sees it, and waits for the copy. Returns the block.
+        """Copy a record into a free block (-1: the first). The next decode waits for the copy, and sees the chunk. Returns the block.
 
         Raises RecordError and PoolError.
         """
@@ -378,7 +378,7 @@ class Context(PartialState):
         return self.host_buffer(4096).base is not None
 
     def copy_rate(self, size: int, n: int, *, to_device: bool) -> float:
-        """Measure the bus: return the bytes per second of copying a block of `size` bytes n times."""
+        """Measure the bus: copy a block of `size` bytes n times, and return the bytes per second."""
         seconds = ffi.new("double *")
         compute(lib.kvf_time_copies, self.handle, size, n, to_device, seconds)
         return size * n / float(seconds[0])
@@ -399,14 +399,14 @@ class Context(PartialState):
         return int(ticket[0])
 
     def query_scales(self) -> npt.NDArray[np.float32]:
-        """Return the factor of q·k before the softmax, for each tapped layer, (n_tapped,) float32."""
+        """Return each tapped layer's factor of q·k before the softmax, (n_tapped,) float32."""
         res = np.empty(len(self.tapped()), np.float32)
         check(lib.kvf_q_scale(self.output.native, ffi.from_buffer("float[]", res), len(res)))
         return res
 
     def queries(self, back: int = 0) -> list[npt.NDArray[np.float32]]:
-        """Return the queries of the last decoded token, or of the token `back` before it: an array (n_head, n_embd_head_k) float32 for
-        each tapped layer. See begin_queries().
+        """Return the queries of the last decoded token, or of the token `back` before it, as begin_queries() reads them: an array
+        (n_head, n_embd_head_k) float32 for each tapped layer.
         """
         shapes = [(layer.n_head, layer.n_embd_head_k) for layer in self.tapped()]
         into = np.empty(sum(n * m for n, m in shapes), np.float32)

@@ -11,7 +11,7 @@ from pyllama_kvflash.native.lib import check, ffi, init, lib
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A backend device. free and total are in bytes; for the CPU, of host memory."""
+    """A backend device. free, total: its memory in bytes; for the CPU, the host's."""
 
     name: str
     description: str
@@ -21,7 +21,7 @@ class Device:
 
     @property
     def remote(self) -> bool:
-        """Whether it belongs to an RPC server."""
+        """Whether the device belongs to an RPC server."""
         return self.name.startswith("RPC")
 
 
@@ -30,7 +30,7 @@ _PLANNED: list[Device] = []  # the result of devices() within pretending()
 
 @contextmanager
 def pretending(gpu: int, ram: int) -> Iterator[None]:
-    """Make devices() report a GPU and RAM of these sizes in bytes, to plan for another machine. gpu: 0: no GPU.
+    """Make devices() report a GPU and RAM of these sizes in bytes, to plan for another machine. With gpu 0, there is no GPU.
 
     Only models loaded with no_alloc may be used meanwhile. If this machine has no GPU, the CPU's weights count as the planned GPU's,
     except for those that llama.cpp keeps on the host (Model.weights()).
@@ -78,7 +78,7 @@ def devices() -> list[Device]:
 
 
 def gpus() -> set[int]:
-    """Return the indices of GPUs in devices(), without querying their memory: a server may be busy, or gone."""
+    """Return the indices of GPUs in devices(). Their memory is not queried, because a server may be busy, or gone."""
     return {i for i in range(lib.ggml_backend_dev_count()) if _is_gpu(i)}
 
 

@@ -1,4 +1,4 @@
-"""A paned context: it computes the same as a stock context, with the KV of a few layers on the device at a time."""
+"""A paned context: it computes what a stock context does, with the KV of only a few layers on the device at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,16 +20,16 @@ class ExactContext(Context):
     """
 
     def __init__(self, model: Model, panes: PaneParams, **options: Any) -> None:
-        """options: those of Context, as for the pooled context. Raises UnsupportedError and NativeError (memory)."""
+        """options: arguments of Context, the same as for the pooled context. Raises UnsupportedError and NativeError (memory)."""
         super().__init__(model, panes=panes, **options)
 
     def decode_into(
         self, pool: Context, tokens: Tokens, pos: int, records: Sequence[Record], outputs: int = LAST
     ) -> None:
-        """Decode tokens (n,) int32, at most a ubatch, of the pooled context's sequence, at positions pos, pos + 1, ...
+        """Decode a batch of the pooled context's sequence, at positions pos, pos + 1, ...
 
-        records: (record_bytes,) uint8 for each chunk, up to the last one of this batch. The rows of earlier positions are
-        read from them; headers and rows of this batch are written to them, at the latest by wait_whole().
+        tokens: (n,) int32, at most a ubatch. records: (record_bytes,) uint8 for each chunk, up to the last one of this batch. The rows
+        of earlier positions are read from them. This batch's rows and headers are written to them, by wait_whole() at the latest.
 
         The recurrent state and sliding window must have been restored (restore_partial). Raises Interrupted and NativeError; the
         records are then invalid from pos on.
@@ -38,8 +38,8 @@ class ExactContext(Context):
         pool.computed(self.handle, len(tokens))
 
     def compute(self, pool: Context, tokens: Tokens, pos: int, records: Sequence[Record], outputs: int) -> None:
-        """Compute the batch of decode_into(), possibly while another thread uses the pooled context. Afterwards, call the pooled
-        context's computed(), so that it counts as its last batch.
+        """Compute the batch of decode_into(). Another thread may use the pooled context meanwhile. Afterwards, call the pooled context's
+        computed(), so that this batch counts as its last one.
         """
         buf = ffi.from_buffer("int32_t[]", tokens)
         held = [ffi.from_buffer(record) for record in records]
@@ -52,7 +52,7 @@ class ExactContext(Context):
         check(lib.kvf_pace_exact(self.handle, paced))
 
     def wait_whole(self, n_ahead: int = 0) -> int:
-        """Wait for all batches except the last n_ahead (at most three). Returns the number of positions, from the first, in the
+        """Wait for all batches except the last n_ahead (at most three). Returns how many positions, counted from the first, are in the
         records.
         """
         end = ffi.new("llama_pos *")
@@ -62,8 +62,8 @@ class ExactContext(Context):
     def mass(self, back: int, n_piece: int) -> npt.NDArray[np.float32]:
         """Return the attention of the last decoded token, or of the token `back` before it: (n_tapped, n_piece) float32.
 
-        Each value is the share of one of the first n_piece pieces of PaneParams.mass_piece positions, summed over the heads of a
-        tapped layer.
+        A piece is PaneParams.mass_piece positions. Each value is the share of one of the first n_piece pieces, summed over the heads of
+        a tapped layer.
         """
         res = np.empty((len(self.tapped()), n_piece), np.float32)
         check(lib.kvf_get_mass(self.handle, back, ffi.from_buffer("float[]", res), n_piece))

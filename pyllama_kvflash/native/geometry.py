@@ -9,10 +9,10 @@ class PoolParams:
 
     n_pool: cells, a multiple of 256.
     n_chunk: positions in a block: 16, 32 or 64.
-    q_tap: last tokens of a ubatch whose queries are kept for queries(); 0: none.
-    fingerprint: of the model, written to every record.
+    q_tap: how many tokens at the end of a ubatch keep their queries for queries(); 0: none.
+    fingerprint: the model's, written to every record.
     q_every: queries are kept in every q_every-th layer.
-    n_exchange: the most guests of a layer that a ubatch exchanges.
+    n_exchange: the most guests that a layer exchanges in a ubatch.
     coarse_k, coarse_v: bits of the codes of keys and values, 2 or 4; 0: no codes, and no guests.
     """
 
@@ -30,10 +30,10 @@ class PoolParams:
 class PaneParams:
     """The parameters of a paned context, see ExactContext.
 
-    n_pane: panes of a device, each for one layer at a time. 1: the computation waits for every layer; one for each layer: nothing
-        is streamed.
+    n_pane: panes of a device, each for one layer at a time. With 1, the computation waits for every layer; with as many as there are
+        layers, nothing is streamed.
     q_tap, q_every: as in PoolParams.
-    mass_piece: positions over which the attention of tapped tokens is summed and kept; 0: it is not kept.
+    mass_piece: over how many positions the attention of tapped tokens is summed; 0: it is not kept.
     least_bytes: the least size of a GPU's panes, so that codes can share their memory.
     """
 
@@ -48,7 +48,7 @@ class PaneParams:
 class PaneInfo:
     """The panes of a context.
 
-    bytes: of all panes, on all devices.
+    bytes: size of all panes, on all devices.
     n_bytes: bytes copied so far, in both directions.
     n_pane: panes of the device with the most.
     n_layer: layers that the graph reads.
@@ -67,7 +67,7 @@ class PoolInfo:
     """The current state of the pool.
 
     n_kv: cells that the attention reads for each token.
-    n_copy: copies to move a chunk.
+    n_copy: how many copies it takes to move a chunk.
     record_bytes: bytes of a chunk's record; the first meta_bytes hold no K or V rows.
     """
 
@@ -87,7 +87,7 @@ class PoolInfo:
 class Layer:
     """One layer of the attention cache: its index in the model, row sizes (elements) and place in a record (bytes).
 
-    device: of its memory, as an index into devices().
+    device: the device of its memory, as an index into devices().
     """
 
     il: int

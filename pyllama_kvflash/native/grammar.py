@@ -21,9 +21,9 @@ from pyllama_kvflash.native.model import Model
 class Grammar:
     """GBNF that constrains an answer, starting at the rule `root`.
 
-    after: text before the answer that belongs to the grammar. lazy: the grammar applies only from the first match of one of
-    `patterns` (regular expressions, from the answer's start), or from one of `tokens`, but not between `thinking` and any of
-    `thought`.
+    after: text that the grammar accepts before the answer begins. lazy: the grammar applies only from the first match of one of
+    `patterns` (regular expressions; ^ is the answer's start), or from the first of `tokens`. What lies between `thinking` and one
+    of `thought` does not count.
     """
 
     text: str
@@ -93,7 +93,7 @@ def _compiled(grammar: str | Grammar, model: Model) -> Any:
 
 
 def _compiler(model: Model) -> Callable[[Grammar], Any]:
-    """Return a function that compiles grammars for a model, and keeps the most recently used ones. It does not keep the model."""
+    """Return a function that compiles grammars for a model, and keeps the most recently used ones. It does not keep the model alive."""
     out = ffi.new("struct kvf_tokens **")
     check(lib.kvf_tokens_new(model.vocab, out))
     tokens = ffi.gc(out[0], lib.kvf_tokens_free)
@@ -162,7 +162,7 @@ def check_grammar(grammar: str | Grammar, model: Model) -> None:
 
 
 def _text(text: str) -> Any:
-    """Return a text for C. Raises UsageError for a zero byte, which would end it there, and for text that is not Unicode."""
+    """Return a text for C. Raises UsageError if the text has a zero byte, which would end it there, or is not Unicode."""
     if "\0" in text:
         raise unusable("it has a zero byte")
     try:

@@ -1,4 +1,4 @@
-"""Guests: units of 16 positions that each layer chooses in the graph, in blocks of the pool. And codes of all positions."""
+"""Guests, in blocks of the pool, are units of 16 positions that each layer chooses in the graph. Codes are kept of all positions."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +20,10 @@ _COPIERS = 4  # threads: a layer of 64K tokens has some 64 MiB
 class CodesInfo:
     """The codes and the guests of a sequence.
 
-    bytes: of codes, in host memory.
-    device_bytes: on GPUs, over all sequences: codes, and buffers for choosing.
+    bytes: size of the codes in host memory.
+    device_bytes: size on GPUs, over all sequences: codes, and buffers for choosing.
     n: positions with codes.
-    n_known: positions with codes when the last segment of 4,096 began; they determine its means.
+    n_known: positions with codes when the last segment of 4,096 began; they determine the segment's means.
     n_block: guest blocks.
     n_slot: guest slots of a layer.
     """
@@ -39,7 +39,7 @@ class CodesInfo:
 def choice_bytes(heads: Sequence[tuple[int, int, int, int]], n_ctx: int, n_seq: int, n_pool: int, chunk: int) -> int:
     """Return the bytes of a GPU's buffers for attending to codes and choosing guests, without the codes.
 
-    heads: of all layers, on any device: query heads, key heads, elements of a key and of a value row (0: the keys serve as values).
+    heads: for each layer, on any device: query heads, key heads, elements of a key row and of a value row (0: the keys serve as values).
     n_ctx: positions of each of n_seq sequences. n_pool: cells of the pool.
     """
     each = ffi.new("struct kvf_heads[]", [tuple(h) for h in heads])
@@ -47,8 +47,8 @@ def choice_bytes(heads: Sequence[tuple[int, int, int, int]], n_ctx: int, n_seq: 
 
 
 def codes_bytes(heads: tuple[int, int, int, int], bits: tuple[int, int], n: int, *, on_gpu: bool) -> int:
-    """Return the bytes of the codes of n positions of a layer, in host memory or on a GPU. heads: as for choice_bytes(). bits: of keys,
-    and of values.
+    """Return the bytes of the codes of n positions of a layer, in host memory or on a GPU. heads: the layer's, as in choice_bytes().
+    bits: those of keys, and of values.
     """
     return int(lib.kvf_codes_bytes(ffi.new("struct kvf_heads *", tuple(heads)), *bits, n, on_gpu))
 
@@ -82,7 +82,7 @@ class Guests:
         return int(out[0])
 
     def put(self, layers: range, first: int, records: Sequence[Record]) -> None:
-        """Make the codes of chunks first, first + 1, ... in consecutive layers, from their records. Threads may share the layers."""
+        """Make the codes of chunks first, first + 1, ... from their records, in these layers. Threads may take different layers."""
         at, where = _addresses(records), (layers.start, len(layers))
         compute(lib.kvf_codes_put, self._ctx.handle, self._ctx.seq, *where, first, at, len(at))
 
@@ -108,7 +108,7 @@ class Guests:
     def restore_codes(self, layer: int, n: int, saved: Record) -> None:
         """Restore a layer's codes of the first n positions, from saved_codes(). Then call cover() for the chunks.
 
-        Threads may share the layers.
+        Threads may take different layers.
         """
         src = ffi.from_buffer(saved[: self._code_size(layer, n)])
         compute(lib.kvf_codes_set, self._ctx.handle, self._ctx.seq, layer, n, src, len(src))
@@ -127,8 +127,8 @@ class Guests:
     #
 
     def resize(self, n: int, blocks: Sequence[int] | None = None) -> None:
-        """Set the number of guest blocks to n: the first ones stay, and free blocks are added. blocks: the blocks to take, only for a
-        sequence without guest blocks; None: the first free ones.
+        """Set the number of guest blocks to n. The first ones stay, and free blocks are added. blocks: the blocks to take, which only a
+        sequence without guest blocks may choose; None: the first free ones.
 
         The next batch fills the new slots. Raises PoolError, and changes nothing, if too few blocks are free.
         """
@@ -144,6 +144,6 @@ class Guests:
         return blocks, units
 
     def place(self, units: npt.NDArray[np.int32]) -> None:
-        """Copy units (n_layer, n_slot) from their records into the slots; -1: leave empty."""
+        """Copy units (n_layer, n_slot) from their records into the slots; -1 leaves a slot empty."""
         flat = np.ascontiguousarray(units, np.int32)
         check(lib.kvf_place_guests(self._ctx.handle, self._ctx.seq, ffi.from_buffer("int32_t[]", flat), flat.size))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 class Output(NamedTuple):
     """The place of the logits and queries of a sequence's last token.
 
-    native: the context that computed it.
+    native: the native context that computed them.
     first, last: the token's index in that context's last batch, counted from the first token and from the last.
     base: the index of the sequence's first token in the batch.
     """
@@ -17,14 +17,14 @@ class Output(NamedTuple):
     base: int = 0
 
     def row(self, i: int) -> int:
-        """Return the index in the batch of the sequence's token i; -1: its last token."""
+        """Return the batch index of the sequence's token i; -1: of its last token."""
         return self.first if i == -1 else self.base + i
 
 
 class Handle:
     """State that the views of a context share: the native context, and the last token of each sequence.
 
-    native: None once closed. The native context is freed when no call uses it, and no outputs of other contexts refer to it.
+    native: the native context; None once closed. It is freed when no call uses it, and no outputs of other contexts refer to it.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -38,9 +38,9 @@ class Handle:
         self.outputs = {}
 
     def computed(self, native: Any, outputs: dict[int, tuple[int, int] | tuple[int, int, int]]) -> None:
-        """Record a batch of a native context: {sequence: (first, last, base) of its Output}.
+        """Record a native context's batch, which replaces that context's earlier outputs.
 
-        It replaces the earlier outputs of that context.
+        outputs: {sequence: (first, last, base) of its Output}.
         """
         kept = {seq: o for seq, o in self.outputs.items() if o.native != native}
         self.outputs = kept | {seq: Output(native, *at) for seq, at in outputs.items()}

@@ -96,8 +96,7 @@ if hasattr(os, "register_at_fork"):
 def compute(function: Callable[..., int], *args: Any) -> None:
     """Make a native call that may take long, or that calls Python, and check() its status.
 
-    When Python exits, it waits for such calls, because the library would be unloaded while they run. New calls then raise
-    Interrupted.
+    At exit, Python waits for such calls, or the library would be unloaded while they run. New calls then raise Interrupted.
     """
     if _ending:
         msg = "interrupted: Python is about to end"
@@ -106,7 +105,7 @@ def compute(function: Callable[..., int], *args: Any) -> None:
 
 
 def mapped(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
-    """Call a function with each item, in threads. If Python can start no threads, as while it exits, call it in this one."""
+    """Call a function with each item, in threads. If no thread can start, as while Python exits, this one calls it."""
     try:
         return workers.map(f, items)
     except RuntimeError:
@@ -125,7 +124,7 @@ def _end() -> None:
 
 
 def _all_ended(seconds: float) -> bool:
-    """Wait for calls, at most `seconds`. Returns whether all have ended."""
+    """Wait at most `seconds` for the calls under way. Returns whether all have ended."""
     deadline = time.monotonic() + seconds
     while _under_way:
         if time.monotonic() > deadline:
@@ -147,8 +146,8 @@ def unless_forked(free: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _free(free: Callable[[Any], None], pid: int, pointer: Any) -> None:
-    """Free an object. Python waits for this at exit, as for compute(). From then on, only the main thread frees objects: the driver
-    may be gone before other threads get to it.
+    """Free an object. At exit, Python waits for this as for compute(). From then on, only the main thread frees objects: the driver may
+    be gone before other threads come to it.
     """
     if os.getpid() == pid and not (_ending and threading.current_thread() is not threading.main_thread()):
         noted(_under_way, object(), functools.partial(free, pointer))
@@ -157,8 +156,8 @@ def _free(free: Callable[[Any], None], pid: int, pointer: Any) -> None:
 def owned(pointer: Any, free: Callable[[Any], None], *made_of: Any) -> Any:
     """Return a native object that is freed once nothing refers to it: no variable, and no call under way in any thread.
 
-    So closing an object only drops a reference, and frees nothing during a call. made_of: objects that it needs until it is freed.
-    They are held in a global table, not by the object: in a garbage cycle, Python would free both in any order.
+    So closing an object only drops a reference, and frees nothing during a call. made_of: objects that the native one needs until it is
+    freed. A global table holds them, not the object itself: in a garbage cycle, Python would free both in any order.
     """
     key, free, all_owned = object(), unless_forked(free), _owned
 

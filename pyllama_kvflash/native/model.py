@@ -56,7 +56,7 @@ def _on_progress(progress: float, user_data: Any) -> bool:
 
 
 class FIM(NamedTuple):
-    """Tokens for filling in the middle. repository, file: precede the name of a repository, or of a file; -1: none."""
+    """Tokens for filling in the middle. repository, file: the tokens before the name of a repository, and of a file; -1: none."""
 
     prefix: int
     suffix: int
@@ -68,7 +68,7 @@ class FIM(NamedTuple):
 class Model:
     """A GGUF model in memory. It is a context manager.
 
-    Several threads may use its tokenizer, and any may close it. It is freed after its contexts and all calls under way.
+    Several threads may use its tokenizer, and any may close the model. It is freed once its contexts and all calls under way have ended.
     """
 
     def __init__(self, handle: Any, path: Path, on_host: Sequence[str] = (), rope: Rope | None = None) -> None:
@@ -184,7 +184,7 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> int:
-        """64 bits that identify the model: its files at the first use, and RoPE settings. Raises ModelError if the files are gone."""
+        """64 bits that identify the model's files (at the first use) and RoPE settings. Raises ModelError if the files are gone."""
         try:
             own = fingerprint(self.path)
         except OSError as err:
@@ -193,7 +193,7 @@ class Model:
         return self.rope.mark(own)
 
     def meta(self, key: str) -> str | None:
-        """Return a metadata value of the file as text; None if it has no such key."""
+        """Return a metadata value of the file as text; None if the file has no such key."""
         size = 256
         while True:
             buf = ffi.new("char[]", size)
@@ -213,14 +213,14 @@ class Model:
         return res if host is None else self._planned(res, host)
 
     def takes_long_rope(self, n_ctx: int) -> bool:
-        """Return whether a context of n_ctx positions uses the long factors of RoPE, which change its keys."""
+        """Return whether a context of n_ctx positions uses the long factors of RoPE, which change the keys."""
         trained = self.meta(f"{self.meta('general.architecture')}.rope.scaling.original_context_length")
         return n_ctx > int(trained or self.n_ctx_train) and any(
             w.name.startswith("rope_factors_long") for w in self.weights()
         )
 
     def _planned(self, weights: list[Weight], host: int) -> list[Weight]:
-        """Return the weights as placed with a GPU. llama.cpp keeps embeddings on the host, and tied ones on the GPU, too."""
+        """Return the weights, placed as with a GPU. llama.cpp keeps embeddings on the host, and a copy of tied ones on the GPU."""
         tied = not any(w.name == "output.weight" for w in weights)
         res = []
         for weight in weights:
@@ -237,8 +237,8 @@ class Model:
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantisation in a few words: "qwen2 0.5B Q4_K - Medium". llama.cpp guesses the size from the number
-        of layers; this takes the file's label, else the number of parameters.
+        """Architecture, size and quantisation in a few words: "qwen2 0.5B Q4_K - Medium". The size is the file's label, else the number
+        of parameters. llama.cpp would guess it from the number of layers.
         """
         buf = ffi.new("char[]", 256)
         lib.llama_model_desc(self.handle, buf, 256)
@@ -252,7 +252,7 @@ class Model:
     def refusal(self) -> str | None:
         """The kind of a model that does not generate token by token: "encoder", "encoder-decoder", "diffusion" or "draft head".
 
-        None for a model that does, and for some encoders whose context has no memory.
+        None for a model that does. Some encoders give None, too: their contexts have no memory, which shows what they are.
         """
         arch = self.meta("general.architecture")
         if arch in _DRAFT_HEADS:
@@ -266,7 +266,7 @@ class Model:
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Tokens:
         """Return the token ids (n,) int32 of a text.
 
-        add_special: add BOS and EOS as the model's metadata asks for.
+        add_special: add BOS and EOS as the model's metadata says.
         parse_special: read special tokens such as `<|im_start|>` in the text. Leave it off for untrusted text.
 
         Raises UnsupportedError if the model has no tokenizer, and UsageError if the text is not Unicode.

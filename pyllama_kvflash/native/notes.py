@@ -1,4 +1,4 @@
-"""Notes of the calls under way: a second call is refused at once, and does not wait."""
+"""Notes of the calls under way: a second call for the same object is refused at once, instead of waiting."""
 
 from collections.abc import Callable, Hashable
 from threading import get_ident
@@ -15,7 +15,7 @@ class Taken(Exception):  # noqa: N818 (the caller says what is wrong)
 
 
 def noted(notes: Notes, what: Hashable, call: Callable[[], R]) -> R:
-    """Make a call, with a note while it runs that `what` is in use. Raises Taken if another call has noted it.
+    """Make a call, and note that `what` is in use while it runs. Raises Taken if another call has noted the same.
 
     Ctrl-C may come between any two lines. Between taking a lock and the `try`, it would leave the lock held. So the note is made in
     one step within the `try`, and removed in two places, because Ctrl-C can skip only one of them.

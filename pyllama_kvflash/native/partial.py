@@ -11,7 +11,7 @@ StateBytes = bytes | memoryview
 
 
 class PartialState:
-    """The part of a context that saves this state, restores it, and copies it to another context of the model."""
+    """The part of a context that saves the state outside chunks, restores it, and copies it to another context of the model."""
 
     seq: int
 
@@ -33,12 +33,12 @@ class PartialState:
         return res
 
     def restore_partial(self, state: StateBytes, pos: int) -> None:
-        """Roll back to the first pos positions. state: the result of save_partial() there. Raises NativeError."""
+        """Roll back to the first pos positions. state: what save_partial() returned at that length. Raises NativeError."""
         check(lib.kvf_partial_set(self.handle, self.seq, pos, ffi.from_buffer(state), len(state)))
 
     def take_partial(self, other: "PartialState", pos: int) -> None:
         """Roll back to the first pos positions, with another context's state of this sequence. Raises NativeError.
 
-        Recurrent states are copied on their device: through host memory, a 27B model's would take a quarter of a second.
+        Recurrent states are copied on their device. Through host memory, those of a 27B model would take a quarter of a second.
         """
         check(lib.kvf_partial_copy(other.handle, self.handle, self.seq, pos))

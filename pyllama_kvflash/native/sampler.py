@@ -52,14 +52,14 @@ _LOWEST = 2.0**-22
 class Sampling:
     """Settings for choosing the next token. Names and defaults are llama.cpp's.
 
-    temperature 0, or so close to 0 that only the most likely token has a chance: greedy. These values turn a sampler off: top_k 0,
+    A temperature is greedy if it is 0, or so low that only the most likely token has a chance. These values turn a sampler off: top_k 0,
     top_p 1, min_p 0, repeat_penalty 1, frequency_penalty and presence_penalty 0, and the defaults of typical_p, top_n_sigma,
     xtc_probability, dry_multiplier, dynatemp_range and mirostat.
-    samplers: their order, as names or as one text with ; between them. Samplers left out are not applied. mirostat replaces all of
-    them except the temperature.
-    logit_bias: (token, bias added to its logit), 1,024 at most. grammar: a constraint of the answer, as GBNF or a Grammar; "": none
-    (json_grammar() makes one from a JSON schema). seed None: a random one. n_probs: report the probability of each token, and of the
-    n most likely ones, by the raw logits; 1,024 at most; None: report none.
+    samplers: the samplers in their order, as names or as one text with ; between them. Those left out are not applied. mirostat
+    replaces all samplers except the temperature.
+    logit_bias: (token, bias added to its logit), 1,024 at most.
+    grammar: constrains the answer: GBNF (json_grammar() makes it from a JSON schema) or a Grammar; "": no constraint.
+    n_probs: report the log-probability of each token, and of the n_probs most likely ones (1,024 at most), by the raw logits.
 
     Raises UsageError for a value out of range.
     """
@@ -94,8 +94,8 @@ class Sampling:
     ignore_eos: bool = False  # never draw a token that ends the answer
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias added to its logit); 15043+1, 15043-inf in text
     grammar: str | Grammar = ""
-    seed: int | None = None
-    n_probs: int | None = None
+    seed: int | None = None  # None: a random one
+    n_probs: int | None = None  # None: no probabilities are reported
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -186,7 +186,7 @@ class Sampler:
         lib.llama_sampler_chain_add(self._handle, smpl)
 
     def read(self, tokens: Tokens) -> None:
-        """Read the text (n,) before the answer, in which DRY looks for repetitions, too. Penalties count only the answer."""
+        """Read the text before the answer, (n,). DRY looks for repetitions in it, too, while penalties count only the answer."""
         if self._dry_at is not None:
             dry = lib.llama_sampler_chain_get(self._handle, self._dry_at)
             for token in tokens[-self._n_dry :].tolist():
@@ -202,7 +202,7 @@ class Sampler:
         return res
 
     def sample(self, ctx: Context, i: int = -1) -> int:
-        """Choose a token from the logits of the sequence's token i in the last batch (-1: its last), and record it in the chain.
+        """Choose a token by the logits of the sequence's token i in the last batch (-1: its last), and record the choice in the chain.
 
         Raises BadLogitsError (NaN, for example), NativeError and UsageError (the grammar allows no token of the vocabulary).
         """
@@ -219,8 +219,8 @@ class Sampler:
         return int(self._token[0])
 
     def probs(self, ctx: Context, token: int, i: int = -1) -> tuple[float, tuple[tuple[int, float], ...]] | None:
-        """Return the log-probability of a token, and the most likely tokens with theirs, by the raw logits of token i of the last
-        batch. None if n_probs is None.
+        """Return the log-probability of a token, and the n_probs most likely tokens with theirs; None if n_probs is None. All come from
+        the raw logits of the sequence's token i in the last batch (-1: its last).
         """
         if self._n_probs is None:
             return None
@@ -232,8 +232,8 @@ class Sampler:
 
 
 def top_probability(ctx: Context, i: int = -1) -> float:
-    """Return the probability of the most likely token after the sequence's token i in the last batch (-1: its last), to 1 part in
-    10,000. Raises BadLogitsError (NaN, for example).
+    """Return the probability of the most likely token after the sequence's token i in the last batch (-1: its last), accurate to 1 part
+    in 10,000. Raises BadLogitsError (NaN, for example).
     """
     output, res = ctx.output, ffi.new("float *")
     check(lib.kvf_top_probability(output.native, output.row(i), res))
@@ -244,9 +244,9 @@ _BLOCK = 64
 
 
 def most(values: npt.NDArray[np.float32], n: int) -> npt.NDArray[np.intp]:
-    """Return the indices of the n largest of values (m,), the largest first; of all if they are fewer.
+    """Return the indices of the n largest values, or of all if there are fewer, the largest first. values: (m,).
 
-    It sorts only a few values: those below the n-th largest block maximum are excluded first.
+    Only a few values are sorted: those below the n-th largest block maximum are excluded first.
     """
     n, n_blocks = min(n, len(values)), len(values) // _BLOCK
     if n == 0:
@@ -328,7 +328,7 @@ _MAKE: dict[str, Callable[[Sampling, Model], Any]] = {
 
 
 def _draw(s: Sampling, model: Model) -> Any:
-    """Return a new sampler that chooses among the tokens that the others keep."""
+    """Return a new sampler that chooses among the tokens that the other samplers keep."""
     if s.greedy:
         return lib.llama_sampler_init_greedy()
     if s.mirostat == 1:

@@ -18,10 +18,10 @@ class Speculator:
         """Create the native drafter.
 
         kind: llama.cpp's name, such as "draft-simple".
-        n_max: most tokens of a draft.
-        n_gram: tokens that an n-gram looks up.
+        n_max: the most tokens of a draft.
+        n_gram: length of an n-gram, which must occur earlier in the text.
         window: positions of the drafter's context.
-        p_min: a token that the drafter gives a lower probability ends the draft.
+        p_min: a token to which the drafter gives a lower probability ends the draft.
 
         Raises UnsupportedError (the drafter is of another type, or for another target) and NativeError.
         """
@@ -40,9 +40,9 @@ class Speculator:
         self._handle = ffi.NULL
 
     def listen(self, target: Context, on: bool) -> None:  # noqa: FBT001 (a switch)
-        """Switch on or off, for a context of the target's model, the output of the features that the drafter reads.
+        """Set whether a context of the target's model outputs the features that the drafter reads.
 
-        Initially it is on for the target. Switch it off for batches that are not passed to process().
+        At first, the target does. Switch the output off for batches that are not passed to process().
         """
         check(lib.kvf_spec_listen(self._handle, target.handle, on))
 
@@ -60,8 +60,8 @@ class Speculator:
     def draft(self, tokens: Tokens, n_kept: int, n_max: int) -> Tokens:
         """Draft at most n_max tokens, (m,) int32.
 
-        They continue the first n_kept tokens of the last call's sequence (or of begin()'s), followed by tokens (n,) int32,
-        the last of which is not decoded yet.
+        They continue the sequence of the last call (or of begin()), cut to n_kept tokens and followed by tokens (n,) int32. The last of
+        these is not decoded yet.
         """
         compute(lib.kvf_spec_draft, self._handle, n_kept, _pointer(tokens), len(tokens), n_max, self._draft, self._n)
         return np.frombuffer(ffi.buffer(self._draft, 4 * self._n[0]), np.int32).copy()

@@ -39,7 +39,7 @@ class Summaries:
     """
 
     def __init__(self, layers: Sequence[Layer], n_chunk: int, kind: str) -> None:
-        """layers: of a pooled context. n_chunk: positions of a chunk. Raises UsageError and UnsupportedError."""
+        """layers: those of a pooled context. n_chunk: positions of a chunk. Raises UsageError and UnsupportedError."""
         match = re.fullmatch(r"(?:(centroid):(\d{1,2}))|(mean|direction|rows)", kind)
         if match is None:
             msg = f"{kind!r} is not a summary of keys: give centroid:N, mean, direction or rows"
@@ -89,7 +89,7 @@ class Summaries:
             self._slabs.append([np.full(size, 0, np.uint16) for size in self._sizes])  # zeros() would commit later
 
     def put(self, chunk: int, record: Record) -> None:
-        """Summarise the record (record_bytes,) uint8 of the next chunk, or an earlier chunk again. Raises UsageError."""
+        """Summarise the next chunk, or an earlier one again. record: the chunk's, (record_bytes,) uint8. Raises UsageError."""
         if not 0 <= chunk <= self._n:
             msg = f"chunk {chunk} cannot be summarised yet: chunk {self._n} is next"
             raise UsageError(msg)
@@ -141,12 +141,11 @@ class Summaries:
         scales: Sequence[float],
         n: int | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return each chunk's share of the attention, summed over heads, among the first n chunks: (len(layers), n)
-        float32.
+        """Return each chunk's share of the attention to the first n chunks, summed over heads: (len(layers), n) float32.
 
         A row of a summary counts once for each key that it represents.
 
-        queries: (n_query, n_head, n_embd_head_k) for each of the layers; of several queries, the largest share counts.
+        queries: (n_query, n_head, n_embd_head_k) for each of the layers; a chunk gets its largest share over the queries.
         scales: the factor of q·k in each layer.
         """
         n = self._n if n is None else n
@@ -185,9 +184,7 @@ class Summaries:
         return known[1]
 
     def entry(self, chunk: int) -> list[npt.NDArray[np.float32]]:
-        """Return the summary of a chunk: for each layer (n_head_kv, n_row, n_embd_head_k) float32. For tests and
-        inspection.
-        """
+        """Return the summary of a chunk: for each layer (n_head_kv, n_row, n_embd_head_k) float32. For tests and inspection."""
         slab, i = divmod(chunk, SLAB)
         res = []
         for layer, rows in zip(self._layers, self._slabs[slab], strict=True):
@@ -215,11 +212,11 @@ class Keys:
     def score(
         self, layer: int, q: npt.NDArray[np.float32], chunks: Sequence[int], scale: float = 0.0, edge: int = 0
     ) -> npt.NDArray[np.float32]:
-        """Return the largest product with a key of each chunk, (n_token * n_head, len(chunks)) float32.
+        """Return each query's largest product with a key of each chunk, (n_token * n_head, len(chunks)) float32.
 
         q: queries (n_token, n_head, n_embd_head_k) of a layer.
         scale: if given, return the logarithm of the sum of exp(scale * product) over the chunk's keys instead.
-        edge: if given, return three of these, (3, ...): over all keys, over the first `edge` and over the last `edge`.
+        edge: if given, return three such arrays, (3, ...): over all keys, over the first `edge` keys, and over the last `edge` keys.
         """
         q = np.ascontiguousarray(q, np.float32)
         mine = self._layers[layer]

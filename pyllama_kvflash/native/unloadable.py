@@ -63,7 +63,7 @@ def _is_joined(path: Path, header: Header) -> bool:
 
 
 def _why_not_whole(path: Path, first: Header) -> str:
-    """Return the fault of one of the parts; "" if there is none, or it is unknown."""
+    """Return the first fault of a part; "" if no part has one, or it is unknown."""
     n, seen = first.split[1], set[bytes]()
     for i, name in enumerate(parts(str(path))):
         part = Path(name)
@@ -87,7 +87,7 @@ def _why_not_whole(path: Path, first: Header) -> str:
 
 
 def _why_not_part(header: Header, first: Header, i: int, path: Path) -> str:
-    """Return why a file is not part i, from 0, of the same model as the first part; "" if it is."""
+    """Return why a file is not part i, counted from 0, of the first part's model; "" if it is."""
     (no, n), wanted = header.split, first.split[1]
     if n == 1:
         return "is a model of one file: put the part in its place"

@@ -1,6 +1,6 @@
 """The prefix cache: a folder of snapshots, from which the longest known prefix of a text is restored.
 
-A text that continues a cached one shares the first records of that file, so a new turn writes only its own records.
+If a text continues a cached one, its file shares the first records of the other's, so a new turn writes only its own records.
 """
 
 import os
@@ -37,7 +37,7 @@ _NAME = 32  # hex digits of a digest in a name
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the cache. size: bytes. used: last use, seconds since 1970; 0 if that lies in the future. mark: inode and bytes."""
+    """A file of the cache. size: bytes. used: time of last use, seconds since 1970; 0 if it lies in the future. mark: inode and bytes."""
 
     path: Path
     size: int
@@ -68,21 +68,21 @@ class Savable(Protocol):
 
     @property
     def tokens(self) -> Tokens:
-        """Its tokens, (n_tokens,) int32."""
+        """The sequence's tokens, (n_tokens,) int32."""
 
     @property
     def n_tokens(self) -> int:
-        """Number of its tokens."""
+        """Number of the sequence's tokens."""
 
     @property
     def pager(self) -> Pager:
-        """Its pager. Raises UsageError without a pool."""
+        """The sequence's pager. Raises UsageError without a pool."""
 
     def capture(self) -> Capture:
         """Capture the sequence as it is now."""
 
     def restore(self, snapshot: SnapshotFile, prompt: Tokens | None = None) -> int:
-        """Replace the sequence by a snapshot. Returns the number of positions."""
+        """Replace the sequence by a snapshot. Returns how many positions were restored."""
 
     def clear(self) -> None:
         """Forget the sequence."""
@@ -95,7 +95,7 @@ class PrefixCache:
 
     Any number of processes may use a folder. Files appear and vanish as a whole; a file that is removed while in use stays
     readable for its user. Nothing outside the folder is touched, and no link in it is followed. Only the calling thread uses
-    a sequence; begin() writes in another.
+    a sequence; begin() writes the file in another thread.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
@@ -124,14 +124,14 @@ class PrefixCache:
     #
 
     def match(self, sequence: Savable, tokens: Tokens) -> int:
-        """Return how many tokens of a text (n,) int32, from the first on, are cached for this sequence."""
+        """Return how many tokens of a text (n,) int32, counted from the first, are cached for this sequence."""
         return max((n for n, _ in self._matches(sequence.identity, tokens)), default=0)
 
     def restore(self, sequence: Savable, tokens: Tokens) -> int:
         """Replace a sequence by the longest cached prefix of a text. Returns the number of positions.
 
-        0: nothing is cached, and the sequence is now empty. If a file proves unusable, the next best one is taken; a file with a
-        damaged record is removed.
+        If that is 0, nothing is cached, and the sequence is now empty. If a file proves unusable, the next best one is taken; a file
+        with a damaged record is removed.
         """
         found = sorted(self._matches(sequence.identity, tokens), key=lambda match: match[0], reverse=True)
         for _, path in found:
@@ -150,7 +150,7 @@ class PrefixCache:
         return 0
 
     def save(self, sequence: Savable) -> Path | None:
-        """Save a sequence. Returns its file; None if it is larger than the cache.
+        """Save a sequence. Returns the file; None if it would be larger than the cache.
 
         Raises SnapshotError and UsageError.
         """
@@ -177,7 +177,7 @@ class PrefixCache:
         self._writer.shutdown()
 
     def _wanted(self, path: Path, sequence: Savable, keep_s: float) -> bool:
-        """Return whether to write a sequence's file: if it is missing and not too large. Touches an existing file."""
+        """Return whether a sequence's file must be written: it is missing, and not too large. Touches an existing file."""
         pager = sequence.pager
         codes = pager.guests.n_bytes(pager.ledger.n_tokens) if pager.guests else 0
         if pager.ledger.n_chunks * pager.records.record_bytes + codes > self.limit:
@@ -207,8 +207,8 @@ class PrefixCache:
     def _sources(self, home: Path, chunks: Chunks) -> list[Source]:
         """Return the files that already have the records of the first chunks.
 
-        The last source is dropped while it has no more records than the new file must write itself. So a file has few
-        sources, even after many turns, and a record is written again only once twice as many follow it.
+        The last source is dropped while it has no more records than the new file must write itself. So a file has few sources,
+        even after many turns; and when a record is written again, the records that its file holds itself at least double.
         """
         n, best = 0, None
         for file in self._known(home):
@@ -251,7 +251,7 @@ class PrefixCache:
         return res
 
     def _known(self, home: Path) -> list[Outline]:
-        """Return the outlines of a sub-folder's files. Damaged ones are left out; verify() reports them."""
+        """Return the outlines of a sub-folder's files. Damaged files are left out; verify() reports them."""
         res = []
         with self._mutex:
             known, self._outlines[home] = self._outlines.get(home, {}), {}
@@ -267,8 +267,8 @@ class PrefixCache:
     def _supersede(self, path: Path) -> None:
         """Remove the files that this one replaces.
 
-        A replaced file's text is a prefix of this one's, its saved states are in this one, too, and no other file needs it. This
-        file inherits the latest time of use.
+        This one replaces a file whose text is a prefix of its own, whose saved states it has, too, and which no other file needs.
+        It inherits the latest time of use.
         """
         files = {file.path: file for file in self._known(path.parent)}
         needed = {source for file in files.values() for source in file.needs}
@@ -410,7 +410,7 @@ def _files(home: Path) -> list[Entry]:
 
 
 def _touch(path: Path, until: float | None = None) -> None:
-    """Set a file's time of use, in seconds since 1970 (None: now), unless it has a later one."""
+    """Set a file's time of use, in seconds since 1970 (None: now), unless the file already has a later one."""
     with suppress(OSError):
         now = time.time()
         os.utime(path, (now, max(now if until is None else until, dated(path.stat().st_mtime))))

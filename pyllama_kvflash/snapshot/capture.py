@@ -58,8 +58,8 @@ def identity_of(ctx: Context, *, exact: bool) -> Identity:
 class Capture:
     """The state of a sequence at one moment; the sequence itself continues.
 
-    The capture holds its records until release(). write() calls that at its end, whether it succeeds or fails, and so does the
-    garbage collector.
+    The capture holds its records until release() is called. write() calls that at its end, whether it succeeds or fails; the garbage
+    collector does so, too.
     """
 
     contents: Contents
@@ -81,7 +81,7 @@ class Capture:
     def write(self, path: Path, on_record: OnRecord | None = None, choose: Choose | None = None) -> int:
         """Write the file. Returns its size in bytes. Raises SnapshotError, and UsageError for a file of `inputs`.
 
-        choose: returns files in the same folder with some of the records; these are not written again.
+        choose: returns files in the same folder that already have some of the records; these are not written again.
         on_record: called with (records written, records in all).
         """
         chunks = self.contents.chunks
@@ -139,10 +139,10 @@ def capture(
     scoring: Scoring,
     inputs: tuple[tuple[str, Path], ...],
 ) -> Capture:
-    """Capture the first len(tokens) positions: all of them, or up to the end of a chunk.
+    """Capture the first len(tokens) positions: either all of the sequence's, or those up to the end of a chunk.
 
-    states: states outside chunks at some of these positions. pending: the token after them, not decoded yet. opens_until: see
-    PooledSequence. scoring: the scoring under way. inputs: see Capture.
+    states: at some of these positions, the states that are not in chunks. pending: the token that follows, not decoded yet.
+    opens_until: see PooledSequence. scoring: the scoring under way. inputs: see Capture.
 
     Raises UsageError.
     """
@@ -173,8 +173,8 @@ def capture(
 def usable(snapshot: Outline, identity: Identity, prompt: Tokens | None) -> int:
     """Return how many positions of a snapshot can be restored here.
 
-    prompt: restore only the common prefix with this prompt, without the prompt's last token, which must be decoded; None: restore
-    all. Raises SnapshotError, with the reason, if no position can be restored.
+    prompt: restore only the prefix that the snapshot and this prompt share, without the prompt's last token, which must be decoded;
+    None: restore all. Raises SnapshotError, with the reason, if no position can be restored.
     """
     if (why := snapshot.identity.difference(identity)) is not None:
         msg = f"{snapshot.path} cannot be used: {why}"

@@ -1,4 +1,4 @@
-"""Read a .kvsnap file: its tables at once, a record when it is used."""
+"""Read a .kvsnap file: its tables at once, each record when it is used."""
 
 import os
 import stat
@@ -27,7 +27,7 @@ _BLOCK = 1 << 20  # bytes that are read and then summed at a time, so that they 
 
 
 class OrphanError(SnapshotError):
-    """A file depends on records in another file, which is gone."""
+    """A file depends on records in another file, which is gone or was changed."""
 
 
 class UnreadableError(SnapshotError):
@@ -126,7 +126,7 @@ class _Opened:
         return res
 
     def section(self, name: str) -> bytes:
-        """Return the bytes of a section, checked by its digest. Raises SnapshotError."""
+        """Return the bytes of a section, checked against its digest. Raises SnapshotError."""
         entry = self.entry(name)
         if int(entry["offset"]) + int(entry["size"]) > self.n_bytes:
             raise self.damaged(f"its section {name} is cut off")
@@ -166,8 +166,8 @@ class Outline:
     mark: inode and bytes.
     header: digest of the header.
     tokens: (n_tokens,) int32.
-    checksums: (n_chunks,) V16, of the records.
-    states: positions of the states outside chunks; empty: a plain cache.
+    checksums: those of the records, (n_chunks,) V16.
+    states: positions of the states outside chunks; empty for a plain cache.
     """
 
     path: Path
@@ -206,17 +206,17 @@ class Outline:
 
     @property
     def as_source(self) -> Source:
-        """The file as a source for another one: the records that it holds itself."""
+        """The file as a source for another one, with the records that it holds itself."""
         return Source(self.path.name, self.header, layout.n_lent(self.sources), len(self.checksums))
 
     @property
     def needs(self) -> frozenset[Path]:
-        """The files that hold records of this one."""
+        """The other files that hold records of this one."""
         return frozenset(self.path.parent / source.name for source in self.sources)
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the file depends on records in another one that is gone, so that it can never be used."""
+        """Whether the file can never be used, because it depends on records in another file that is gone."""
         with suppress(UnreadableError):
             try:
                 self.check_sources()
@@ -231,13 +231,13 @@ class Outline:
 
 
 class SnapshotFile:
-    """An open snapshot. Codes and records are read and checked when they are used, in any thread; everything else at once.
+    """An open snapshot. Codes and records are read and checked when they are used, in any thread; everything else, when it is opened.
 
     The object keeps the file and its sources open while it lives, so they may be renamed, replaced or deleted.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raises SnapshotError, which names the fault; OrphanError if a source is gone."""
+        """Open a file. Raises SnapshotError, which names the fault, and OrphanError if a source is gone."""
         self.path = path
         self.on_damage: Callable[[Path], None] | None = None  # called with the file whose record or codes are damaged
         own = _Opened(path)
@@ -259,7 +259,7 @@ class SnapshotFile:
             raise own.damaged("its records are cut off")
 
     def _places_of_codes(self, own: _Opened) -> list[tuple[int, int, bytes]]:
-        """Return the offset, size and checksum of each layer's codes; empty: there are none."""
+        """Return the offset, size and checksum of each layer's codes; [] if there are none."""
         guests, entry = self.contents.guests, own.entry("codes")
         if guests is None:
             return []
@@ -307,7 +307,7 @@ class SnapshotFile:
     def codes(self, layer: int) -> Record:
         """Return a checked copy of the codes of a layer, (n_bytes,) uint8; contents.guests has the size. Any thread may call this.
 
-        Raises SnapshotError if they are damaged or cut off.
+        Raises SnapshotError if the codes are damaged or cut off.
         """
         own, (start, size, found) = self._parts[-1], self._codes[layer]
         res = np.empty(size, np.uint8)

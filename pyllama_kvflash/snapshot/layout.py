@@ -86,9 +86,9 @@ SCORING = np.dtype(
 SOURCE = np.dtype(
     [
         ("name", "S64"),
-        ("header", "V32"),  # digest of its header
-        ("first", "<u4"),  # chunk of the first record in it
-        ("end", "<u4"),  # it supplies the records of chunks from the previous source's end to before this chunk
+        ("header", "V32"),  # digest of the source's header
+        ("first", "<u4"),  # chunk of the first record in the source
+        ("end", "<u4"),  # the source supplies the records of chunks before this one, from the previous source's end on
     ]
 )
 STOP = np.dtype([("pos", "<u4"), ("reserved", "<u4"), ("size", "<u8")])
@@ -141,7 +141,7 @@ _DIFFERENCES = {
 
 
 def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
-    """Return, for each chunk of tokens (n,) int32, a digest of the identity and all tokens up to its end.
+    """Return for each chunk a digest of the identity and of all tokens up to the chunk's end. tokens: (n,) int32.
 
     The last chunk may be partly filled.
     """
@@ -154,7 +154,7 @@ def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
 
 
 def digest(*parts: Any) -> bytes:
-    """Return the SHA-256 of concatenated bytes, or of the bytes of arrays."""
+    """Return the SHA-256 of all parts together: bytes, or arrays."""
     res = hashlib.sha256()
     for part in parts:
         res.update(part)
@@ -165,9 +165,9 @@ def digest(*parts: Any) -> bytes:
 class Source:
     """Another file in the same folder that holds records of this one.
 
-    header: the digest at the end of its header.
-    first: chunk of the first record in it.
-    end: it supplies the records of chunks from the previous source's end to before this chunk.
+    header: the digest at the end of the source's header.
+    first: chunk of the first record in the source.
+    end: the source supplies the records of chunks before this one, from the previous source's `end` on (the first source: from 0).
     """
 
     name: str
@@ -182,9 +182,9 @@ class Contents:
 
     tokens: (n_tokens,) int32.
     chunks: (n_chunks,) CHUNK, one for each chunk with a position.
-    states: (position, bytes) of the states outside chunks, the last one at n_tokens.
+    states: (position, bytes) of the states outside chunks; the last position is n_tokens.
     sources: files with the records of the first chunks.
-    guests: None: the sequence had neither guests nor codes.
+    guests: None if the sequence had neither guests nor codes.
     """
 
     identity: Identity
@@ -208,9 +208,9 @@ def n_lent(sources: Sequence[Source]) -> int:
 
 
 def record_place(identity: Identity) -> tuple[int, int]:
-    """Return the bytes from one record to the next, and the bytes before the first record.
+    """Return the bytes from one record's start to the next one's, and the bytes before the first record.
 
-    With this padding, the rows of each record begin on a page.
+    So the rows of each record begin on a page.
     """
     fields = identity.fields
     lead = -fields["meta_bytes"] % PAGE
@@ -231,9 +231,9 @@ def write(
 ) -> int:
     """Write a file under another name, and rename it once it is complete and on disk. Returns its size in bytes.
 
-    records: of the chunks from contents.n_lent on, in order; contents.chunks has their checksums.
+    records: those of the chunks from contents.n_lent on, in order; contents.chunks has their checksums.
     on_record: called with the number of records written.
-    codes: of each layer, if contents.guests describes codes; contents.guests has their checksums.
+    codes: those of each layer, if contents.guests describes codes; contents.guests has their checksums.
 
     Raises SnapshotError, and then leaves nothing behind. A killed process leaves only a file named `.*.part`.
     """

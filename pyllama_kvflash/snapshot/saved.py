@@ -18,8 +18,8 @@ from pyllama_kvflash.snapshot.layout import Identity
 class SavedSequence:
     """Saves and restores a sequence.
 
-    A plain cache can be cut at the end of any chunk, a recurrent state or a sliding window only at a checkpoint. A checkpoint is
-    made before the end of each prompt (`Options.snapshots`), and a restored snapshot brings its own.
+    A plain cache can be cut at the end of any chunk, one with a recurrent state or a sliding window only at a checkpoint. Checkpoints
+    are made before the end of each prompt (`Options.snapshots`); a restored snapshot brings its own.
     """
 
     def __init__(self, sequence: PooledSequence, checkpoints: Checkpoints) -> None:
@@ -131,7 +131,7 @@ class SavedSequence:
 
 
 def checked_path(path: str | Path) -> Path:
-    """Return a path. Raises UsageError for one that cannot be a file."""
+    """Return a path. Raises UsageError if it cannot be that of a file."""
     res = Path(path)
     if "\0" in str(path):
         msg = f"{str(path)!r} is not a file name: it has a zero byte"

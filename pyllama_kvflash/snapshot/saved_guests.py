@@ -29,7 +29,7 @@ GUESTS = np.dtype(
 class SavedGuests:
     """The guests of a sequence, and a description of its codes.
 
-    n_tokens: the number of positions with codes, from the first on; whole chunks.
+    n_tokens: how many positions, counted from the first, have codes; whole chunks.
     n_known: positions with codes when the last segment of 4,096 began.
     sizes: bytes of the codes of each layer.
     checksums: one for each layer's codes, so that threads can check them; empty: not known yet.
@@ -47,9 +47,9 @@ class SavedGuests:
 
     @classmethod
     def of(cls, pager: Pager, n_tokens: int) -> tuple[Self | None, list[Record]]:
-        """Copy the current guests, for a snapshot of the first n_tokens positions.
+        """Copy the current guests, and the codes of each layer, for a snapshot of the first n_tokens positions.
 
-        Also returns the codes of each layer. None: the sequence has neither guests nor codes.
+        Returns (None, []) if the sequence has neither guests nor codes.
         """
         room, ledger = pager.guests, pager.ledger
         if room is None or not (room.native.info().n or ledger.n_guests):
@@ -61,13 +61,13 @@ class SavedGuests:
         return (res if n_tokens == ledger.n_tokens else res.first(n)), codes
 
     def first(self, n_tokens: int) -> Self:
-        """Return a copy without guests, cut to at most n_tokens positions. n_tokens: of whole chunks."""
+        """Return a copy without guests, cut to n_tokens positions (whole chunks) if it has more."""
         none = np.empty((len(self.units), 0), np.int32)
         n = min(n_tokens, self.n_tokens)
         return replace(self, n_tokens=n, n_known=min(n, self.n_known), blocks=none.ravel(), units=none)
 
     def fits(self, room: GuestRoom) -> bool:
-        """Return whether the saved codes have the form of the codes kept here."""
+        """Return whether the saved codes have the form and the sizes of this pool's codes."""
         return self.form == room.form and self.sizes == room.native.code_sizes(self.n_tokens)
 
     def packed(self) -> bytes:
@@ -81,7 +81,7 @@ class SavedGuests:
 
     @classmethod
     def unpacked(cls, raw: bytes) -> Self | None:
-        """Return the guests in a file section; None if it is empty."""
+        """Return the guests in a file section; None if the section is empty."""
         if not raw:
             return None
         head = np.frombuffer(raw, GUESTS, 1)[0]

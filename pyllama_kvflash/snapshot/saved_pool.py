@@ -60,7 +60,7 @@ class SavedPool:
         )
 
     def first(self, n_tokens: int, chunk: int) -> Self:
-        """Return a copy cut to the first n_tokens positions: all, or whole chunks."""
+        """Return a copy cut to the first n_tokens positions, which are all of them or end with a chunk."""
         if n_tokens == self.n_tokens:
             return self
         n = n_tokens // chunk
@@ -70,7 +70,7 @@ class SavedPool:
         return replace(self, n_tokens=n_tokens, n_kv=0, pins=pins, guests=guests, **cut)
 
     def put_back(self, pager: Pager, lend: Lend, codes: Codes | None) -> bool:
-        """Restore the pool into an empty sequence's pager. Returns whether every chunk is in its former block.
+        """Restore the pool into an empty sequence's pager. Returns whether the chunks are back in their former blocks.
 
         Chunks return to their blocks in a pool of the same size that no other sequence shares. Elsewhere the hottest chunks that
         fit are paged in; with policy fresh, the next token chooses guests instead.
@@ -113,7 +113,7 @@ class SavedPool:
         return same
 
     def _shares_pool(self, pager: Pager) -> bool:
-        """Return whether guests held or will hold blocks. If so, the saved places of chunks do not describe this pool."""
+        """Return whether guests held blocks, or will hold some. If so, the saved places of chunks do not describe this pool."""
         if pager.guests and pager.guests.chooses:
             return not np.all(self.resident)
         return self.guests is not None and len(self.guests.blocks) > 0
