@@ -253,5 +253,5 @@ def _id(model: Model, name: str) -> str | None:
 
 
 def _reason(err: Exception) -> str:
-    """Return the first line of llama.cpp's message, without the mark that points into the source."""
+    """Return the first line of llama.cpp's message, without the caret that points into the source."""
     return (str(err).splitlines() or [""])[0].rstrip(" ^")[:300]

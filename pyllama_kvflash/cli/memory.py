@@ -14,7 +14,7 @@ def mib(n: int) -> str:
 
 
 def about(n: int) -> str:
-    """Return bytes as a short text: "892 MiB", "6.7 GiB"; below 10 MiB with a decimal."""
+    """Return a number of bytes as a short text: "4.2 MiB", "892 MiB", "6.7 GiB"."""
     if n >= 1 << 30:
         return f"{n / 2**30:.1f} GiB"
     return f"{n / 2**20:.{int(n < 10 << 20)}f} MiB"

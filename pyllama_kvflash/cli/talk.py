@@ -110,7 +110,7 @@ class Talk:
 
     def run(self) -> int:
         """Answer messages and obey commands until there are no more, or /exit. Returns 0 if there was an answer or no failure, else
-        the exit code of the last failure. If no person types, Ctrl-C ends the conversation with exit code 130.
+        the exit code of the last failure. If no person types the messages, Ctrl-C ends the conversation with exit code 130.
         """
         self.add(*self._asked.files)
         try:

@@ -91,7 +91,7 @@ class Conversation:
 
 
 def left_out(turns: list[Turn], others: list[Turn]) -> str:
-    """Return a sentence about turns that are left out, which it quotes. others: the turns that stay; their files are named."""
+    """Return a sentence that quotes the turns that are left out. others: the turns that stay; their files are named."""
     files = [file for turn in others for file in turn.files]
     stays = f"; {_names(files)} {'stays' if len(files) == 1 else 'stay'}" if files else ""
     first, last = (turn.text[:_QUOTED] + "…" * (len(turn.text) > _QUOTED) for turn in (turns[0], turns[-1]))

@@ -259,7 +259,7 @@ def _mask(config: Config, n_vocab: int) -> int:
 
 
 def _speculation(config: Config, *, dspark: bool, dflash2: bool, conf: bool) -> dict[str, Value]:
-    """Return the keys that common/speculative.cpp reads, and the parameters of the heads."""
+    """Return the keys that common/speculative.cpp reads, and the parameters of DFlash2's convolution and selector."""
     res: dict[str, Value] = {
         "block_size": config.size("dflash_config.block_size", "block_size").value,
         "target_layers": _target_layers(config),
@@ -276,7 +276,7 @@ def _speculation(config: Config, *, dspark: bool, dflash2: bool, conf: bool) -> 
 
 
 def _scales(config: Config, n_embd: int, *, gemma: bool) -> dict[str, Value]:
-    """Return the keys of the scale factors and the activation, without those of the defaults: factors of 1, no cap, and silu."""
+    """Return the keys of the scale factors and the activation, leaving out default values: a factor of 1, no cap, silu."""
     if gemma:  # as in Gemma: embeddings times the root of their size, unscaled attention
         return {"embedding_scale": n_embd**0.5, "attention.scale": 1.0, "hidden_activation": _activation(config, GEMMA)}
     res: dict[str, Value | None] = {

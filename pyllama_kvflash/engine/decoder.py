@@ -237,7 +237,7 @@ class Decoder:
         return selector is not None and found is not None and selector.missed(found)
 
     def again(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Decode the last token again, up to _ROUNDS times, while chunks with much of its attention were out.
+        """Decode the last token again, up to _ROUNDS times, as long as chunks that got much of its attention were out in the last decode.
 
         events: the events of the token's decode. Yields the events of the repeats.
         """

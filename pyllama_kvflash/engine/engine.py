@@ -60,7 +60,7 @@ class KVFlash(KVSequence):
 
     @property
     def sequences(self) -> tuple[KVSequence, ...]:
-        """All sequences. Use each as if it were alone, one call at a time; decode_each() decodes a token of several at once."""
+        """All sequences. Use each as if it were alone, one call at a time; decode_each() decodes one token for each of several sequences at once."""
         return (self, *self._others)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The arguments of a call, for chat templates whose calls write each argument by its name."""
+"""The arguments of a call, for chat templates whose calls write each argument separately, after its name."""
 
 import json
 from collections.abc import Sequence

@@ -33,7 +33,8 @@ def place_of(pointer: str, keyword: str) -> str:
 class SchemaError(UsageError):
     """A schema cannot be used.
 
-    pointer, keyword: those at fault ("#": the whole schema; "": no single keyword). what: the fault. at: the place, as shown.
+    pointer, keyword: where the fault is ("#": the whole schema; "": no single keyword). what: the fault. at: the place, as messages
+    name it.
     """
 
     def __init__(self, pointer: str, keyword: str, what: str) -> None:
@@ -194,7 +195,7 @@ class Document:
                     todo += [(place, True), *((other, False) for other in self._same_value(place))]
 
     def _same_value(self, place: Place) -> list[Place]:
-        """Return the places that apply to every value to which this place applies."""
+        """Return the places whose schemas apply to every value that this place's schema applies to."""
         below = [path for path, _ in _subschemas(place.keywords) if path[0] in SAME_VALUE]
         return self.refs(place) + [self.child(place, *path) for path in below]
 

@@ -141,7 +141,7 @@ def _language(context: Context, place: Place, keyword: str, pattern: str) -> Lan
 
 
 def _counted(language: Language, low: int, high: float) -> Language:
-    """Return the texts of a language that have low to high characters."""
+    """Return the texts of a language that are `low` to `high` characters long."""
     if low > high:
         return NOTHING
     least, most = languages.lengths(language)

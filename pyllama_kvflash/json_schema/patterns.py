@@ -195,7 +195,7 @@ class _Reader:
         return ord(char)
 
     def _bracket(self) -> Ranges:
-        """Read [...] after its first bracket. Returns the characters."""
+        """Read the rest of a [...] whose opening bracket has been read. Returns the characters that it matches."""
         negated = self._take("^")
         found: list[tuple[int, int]] = []
         while not self._take("]"):

@@ -78,7 +78,7 @@ class Interval:
         return cls(*low, *high)
 
     def multiples(self, step: Fraction) -> tuple[int | None, int | None]:
-        """Return the first and the last multiple of a step in the interval, counted in steps; None for a bound that is missing."""
+        """Return the first and the last multiple of a step in the interval, counted in steps; None where the interval has no bound."""
         first = last = None
         if self.low is not None:
             first = math.floor(self.low / step) + 1 if self.low_open else math.ceil(self.low / step)

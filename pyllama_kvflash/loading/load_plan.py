@@ -56,7 +56,7 @@ class Ground(Protocol):
         """Return the name of the policy's scorer, and its `query`."""
 
     def read_exactly(self, n_pane: int, tap: Tap) -> bool:
-        """Allocate, or only count, an exact pass with n_pane panes. Returns whether it fits."""
+        """Allocate the memory of an exact pass with n_pane panes, or only count its bytes. Returns whether it fits."""
 
 
 def plan_contexts(geometry: Geometry, options: Options, ground: Ground, fingerprint: int = 0) -> LoadPlan:

@@ -211,7 +211,7 @@ class _Look:
 
     def _pool(self, kind: str, more: dict[str, str]) -> Offer | None:
         """Return the best pool, or None if the context is too small or the model cannot be pooled. The best pool has the most accurate
-        codes that fit beside the smallest pool (with small batches if necessary), and is as large as fits beside them. If nothing
+        codes that fit beside the smallest pool (with small batches if necessary). Its size is the largest that fits beside those codes. If nothing
         fits, return the smallest pool without codes. more: additional options.
         """
         *larger, least = [size for size in POOLS if size < self._base.n_ctx] or [0]

@@ -37,9 +37,9 @@ class CodesInfo:
 
 
 def choice_bytes(heads: Sequence[tuple[int, int, int, int]], n_ctx: int, n_seq: int, n_pool: int, chunk: int) -> int:
-    """Return the bytes of a GPU's buffers for attending to codes and choosing guests, without the codes.
+    """Return the size in bytes of a GPU's buffers for attending to codes and choosing guests, not counting the codes.
 
-    heads: for each layer, on any device: query heads, key heads, elements of a key row and of a value row (0: the keys serve as values).
+    heads: for each layer, on whichever device: query heads, key heads, elements of a key row and of a value row (0: the keys serve as values).
     n_ctx: positions of each of n_seq sequences. n_pool: cells of the pool.
     """
     each = ffi.new("struct kvf_heads[]", [tuple(h) for h in heads])

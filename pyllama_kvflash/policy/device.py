@@ -32,7 +32,7 @@ class DeviceBytes:
 
     remote: whether the device is on an RPC server, so that copies go through a network.
     free: free bytes before the bytes below are allocated.
-    token_bytes: KV of one token in the pool, full cache or panes that are being sized.
+    token_bytes: KV of one token in whichever is being sized: the pool, the full cache or the panes.
     kv: the full-attention cache: the pool, or the full cache.
     coarse: codes of all positions, with a GPU's buffers for attending to them.
     states: sliding windows and recurrent states.

@@ -110,7 +110,7 @@ class GuestRoom:
     def end_restore(self, n: int, n_known: int) -> None:
         """Wait for the codes of the first n chunks, whose records must exist.
 
-        n_known: chunks with codes, as SavedGuests.n_known. Raises the errors of reading codes and of filling lent records.
+        n_known: the number of chunks with codes, as in SavedGuests.n_known. Raises the errors of reading codes and of filling lent records.
         """
         with _memory_for("its codes"):
             for put in self._restoring:

@@ -77,7 +77,7 @@ class Retokenizer:
 
     Attributes (replaced by `update`, never changed in place):
         tokens: (n,) int32
-        spans: (n, 2) int64, characters of the text; if the tokenizer changes the text, of the changed text
+        spans: (n, 2) int64, in characters of the text, or of the changed text if the tokenizer changes it
 
     Raises ValueError for a negative overlap.
     """

@@ -127,7 +127,7 @@ def _grammar_field(parsed: ParsedRequest) -> str:
 
 
 def check_room(kv: KVFlash, text: str, what: str) -> None:
-    """Raise TooLong for a text that is far too long. It is tokenized in pieces: each takes 75 bytes of memory per character.
+    """Raise TooLong for a text that is far too long. It is tokenized in pieces, because tokenizing takes 75 bytes of memory per character.
 
     what: the text's name in messages. Raises UsageError if the text is not valid Unicode.
     """

@@ -12,7 +12,7 @@ _MOST = 1024  # bytes
 
 
 def write_name(folder: Path, model: Path) -> None:
-    """Write the model's name into a folder of its snapshots. A failure is ignored, because only lists show the name."""
+    """Write the model's name into a folder of its snapshots. A failure is ignored, because the name is shown only in listings."""
     path, name = folder / _FILE, os.fsencode(model.name)
     with suppress(OSError):
         if path.is_symlink():  # writing would follow it, out of the folder

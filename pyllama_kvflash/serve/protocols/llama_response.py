@@ -81,7 +81,7 @@ def _shown(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _picked(value: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """Return the wanted fields under the last names of their paths, as llama-server does. Missing fields are left out."""
+    """Return the wanted fields, each under the last part of its path, as llama-server does. Missing fields are left out."""
     res = {}
     for path in wanted:
         found: Any = value

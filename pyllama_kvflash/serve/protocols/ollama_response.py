@@ -110,7 +110,7 @@ def _said(delta: Delta) -> tuple[str, str]:
 
 
 def _calls(answer: AnswerParser) -> list[dict[str, Any]]:
-    """Return the complete calls. Clients would run a call that was cut off, too: its arguments would be sent as an object."""
+    """Return the complete calls. A call that was cut off is left out: its arguments would be sent as an object, and clients would run it."""
     return [
         {"id": call["id"], "function": {"index": i, "name": call["name"], "arguments": arguments_of(call)}}
         for i, call in enumerate(answer.calls)

@@ -174,7 +174,7 @@ class _Item:
 
     @property
     def name(self) -> str:
-        """The name of the events with the item's text, without .delta or .done."""
+        """The name, without .delta or .done, of the events that carry the item's text."""
         return _NAMES[self.key[0]]
 
     @property

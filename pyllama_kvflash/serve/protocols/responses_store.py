@@ -85,7 +85,7 @@ class ResponseStore:
             self._writer.submit(self._write, self._folder, name, text)
 
     def get(self, name: str) -> Kept | None:
-        """Return the response with an id; None: it is not stored."""
+        """Return the response with this id; None if it is not stored."""
         if not _ID.fullmatch(name):  # the id becomes the name of a file
             return None
         with self._lock:
