@@ -57,7 +57,7 @@ class Connection(H11Protocol):
         self.loop.call_later(seconds, self._probe, min(2 * seconds, _LAST_PROBE))
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (the exception says more)
-        """Answer bytes that are not HTTP with an error object, like that of other refused requests."""
+        """Send the error object of a refused request, in answer to bytes that are not HTTP."""
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:  # an answer has begun
             self.transport.close()
             return

@@ -93,7 +93,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end of a request that failed, perhaps with part of an answer. status: the HTTP status. message: a sentence."""
+    """The end of a request that failed, perhaps after part of an answer. status: the HTTP status. message: a sentence."""
 
     status: int
     message: str

@@ -92,7 +92,7 @@ class Metrics:
             return self._totals[name]
 
     def pages(self, seq: KVSequence) -> Stats:
-        """Count the chunks that a sequence moved, and the guests of all sequences, since the last call. Returns the sequence's stats.
+        """Count the chunks a sequence moved since the last call, and the guests all sequences fetched. Returns the sequence's stats.
 
         Call it before clearing the sequence, which resets the sequence's own counts.
         """

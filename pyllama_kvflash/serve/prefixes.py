@@ -118,7 +118,7 @@ class Prefixes:
         return slot.kept
 
     def save_some(self, slot: Slot) -> None:
-        """Save a long prompt at intervals while it is being read, since the process may be killed before its end."""
+        """Save a long prompt at intervals while it is being read, since the process may be killed before the prompt's end."""
         if slot.seq.n_tokens - slot.kept >= max(self._cache_min, _READ_MUCH):
             self.save(slot)
 
@@ -129,7 +129,7 @@ class Prefixes:
                 self.save(slot, stays=stays)
 
     def save(self, slot: Slot, keep_s: float = 0.0, *, stays: int | None = None) -> None:
-        """Start writing a sequence to the cache on disk, if much of it is new, while requests continue. Errors are only logged.
+        """Start writing a sequence to the cache on disk, if much of it is new. Requests continue meanwhile. Errors are only logged.
 
         keep_s: seconds for which the cache must keep the file; if not 0, the sequence is written however little is new.
         stays: number of positions that will stay in memory; None: all.

@@ -282,7 +282,7 @@ class Scheduler:
             self._finish(slot, serving)
 
     def _decode(self, answering: list[tuple[Slot, Serving]]) -> None:
-        """Take one step in each answer. Plain answers share a batch, with one token of each. An answer with a draft has its own batch."""
+        """Take one step in each answer. Answers share one batch, unless Generation.draft() says that a step needs its own."""
         begin = time.perf_counter()
         n_before = sum(serving.generation.answer.n_tokens for _, serving in answering)
         together, alone = self._drafted(answering)

@@ -170,7 +170,7 @@ def _signals() -> Iterator[threading.Event]:
 
 
 async def _until_signal(scheduler: Scheduler, asked: threading.Event, note: Callable[[str], None]) -> None:
-    """Wait for a signal, or for the scheduler's end. Notes when the model is loaded."""
+    """Wait for a signal, or for the scheduler's end. Calls `note` when the model is loaded."""
     loading = True
     while not asked.is_set() and scheduler.phase in {Phase.LOADING, Phase.READY}:
         if loading and scheduler.phase == Phase.READY:

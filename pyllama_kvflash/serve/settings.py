@@ -13,7 +13,7 @@ class Settings:
     name: the model's name for clients.
     sampling: the sampling settings, which a request may override.
     n_predict: limit for the tokens of an answer; -1: until the context is full.
-    max_body: limit for the bytes of a request's body.
+    max_body: limit for a request's body, in bytes.
     api_key: the key that requests must send; None: no key is needed.
     template: a chat template in place of the model's own.
     webui: whether to serve the web page at /.

@@ -99,7 +99,7 @@ class Slot:
         return self.seq.decoder.checkpoints.reach(common)
 
     def begin(self, job: Job) -> None:
-        """Serve a request. The sequence must hold a beginning of its prompt, and nothing else."""
+        """Serve a request. The sequence must hold a beginning of the job's prompt, and nothing else."""
         n = self.seq.n_tokens
         generation = self.seq.generation(
             job.tokens[n:], max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop, preserved=job.preserved,
@@ -140,7 +140,7 @@ class Slot:
         return done
 
     def note(self, events: Iterable[Event]) -> None:
-        """Remember the last choice of chunks for the page, and log warnings."""
+        """Remember the last choice of chunks, which the page shows, and log warnings."""
         for event in events:
             if isinstance(event, Reselect):
                 self.reselect = event

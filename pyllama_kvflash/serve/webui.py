@@ -223,7 +223,7 @@ class _Pool:
 
 
 def _short(x: float) -> float | None:
-    """Return a number with three digits; None for infinity and NaN, which JSON lacks."""
+    """Return a number with three significant digits; None for infinity and NaN, which JSON lacks."""
     return float(f"{x:.3g}") if math.isfinite(x) else None
 
 

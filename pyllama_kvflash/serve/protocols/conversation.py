@@ -105,7 +105,7 @@ def joined(texts: Iterable[str]) -> str:
 
 
 def by_turns(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge consecutive messages of the user, and of the assistant, as some protocols demand."""
+    """Merge consecutive user messages, and consecutive assistant messages, as some protocols demand."""
     res: list[dict[str, Any]] = []
     for message in given:
         if res and message["role"] == res[-1]["role"] in {"user", "assistant"}:

@@ -135,7 +135,7 @@ def get(fields: Mapping[str, Any], key: str, want: type[T], at: str = "") -> T |
 
 
 def ranged(fields: Mapping[str, Any], key: str, want: type[T], low: float, high: float, at: str = "") -> T | None:
-    """Return a field that is a number from low to high; None if it is missing. at: the field's name in messages."""
+    """Return a field that is a number from `low` to `high`; None if it is missing. at: the field's name in messages."""
     value: Any = get(fields, key, want, at)
     if value is not None and not low <= value <= high:  # NaN fails
         raise invalid(out_of_range(value, low, high, at or key), at or key, "invalid_value")
@@ -168,7 +168,7 @@ def text(fields: Mapping[str, Any], key: str, at: str) -> str:
 
 
 def one_of(fields: Mapping[str, Any], key: str, allowed: tuple[str, ...], at: str = "") -> str:
-    """Return a required field that is one of several words."""
+    """Return a required field that is one of the `allowed` words."""
     value, at = fields.get(key), at or key
     if not isinstance(value, str) or value not in allowed:
         raise invalid(f"{at} is {repr(value)[:100]}: give one of {', '.join(allowed)}", at, "invalid_value")

@@ -21,10 +21,10 @@ class File(NamedTuple):
 def infill(
     kv: KVFlash, prefix: str, suffix: str, *, at: str, extra: Sequence[File] = (), begun: str = "", n_answer: int = 0
 ) -> list[int]:
-    """Return the token ids of a prompt whose answer goes between prefix and suffix.
+    """Return the token ids of a prompt whose answer goes between `prefix` and `suffix`.
 
-    at: the request's field to name in the error. extra: other files, cut at their beginning so that the prompt and n_answer tokens
-    of the answer fit the context. begun: the beginning of the answer.
+    at: the request's field to name in the error. extra: other files. The first of their tokens are dropped so that the
+    prompt and `n_answer` tokens of the answer fit the context. begun: the beginning of the answer.
 
     Raises RequestError if the model has no FIM tokens.
     """

@@ -72,7 +72,7 @@ class LlamaReply(Reply):
 
 
 def _shown(token: TokenLogprob) -> dict[str, Any]:
-    """Return a token's log probability, and those of the likeliest tokens."""
+    """Return the log probabilities of a token and of the likeliest tokens at its place."""
 
     def one(t: TokenLogprob) -> dict[str, Any]:
         return {"id": t.id, "token": t.text, "bytes": list(t.data), "logprob": t.logprob}

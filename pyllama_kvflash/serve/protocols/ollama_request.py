@@ -191,7 +191,7 @@ def _messages(found: list[Any]) -> list[dict[str, Any]]:
 
 
 def _call(value: Any, at: str, number: int) -> dict[str, Any]:
-    """Return a call in the OpenAI form. number: makes an id if the call has none: nine letters and digits, as some templates demand."""
+    """Return a call in the OpenAI form. A call without an id gets one made from `number`: nine letters and digits, as some templates demand."""
     call = as_object(value, at, "a function")
     function = given(as_object(call.get("function"), f"{at}.function", "name and arguments"))
     arguments = function.get("arguments", {})
@@ -202,7 +202,7 @@ def _call(value: Any, at: str, number: int) -> dict[str, Any]:
 
 
 def _name_call(message: dict[str, Any], at: str, calls: list[tuple[str, str]]) -> None:
-    """Give a tool result the id of its call. If the result names no id, its tool's first call is taken, else the first of all calls.
+    """Give a tool result the id of its call. A result without an id belongs to its tool's first call, else to the first call.
 
     calls: the id and the name of each call without a result. The call that the result belongs to is removed.
     """

@@ -124,7 +124,7 @@ def _shown(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def _end(done: Finished) -> dict[str, Any]:
-    """Return the last line's fields: the reason, numbers of tokens, and times in nanoseconds. Time in the queue counts as loading."""
+    """Return the last line's fields: the reason, token counts, and times in nanoseconds. Time in the queue counts as loading."""
     read, answer = round(done.timing.read_s * 1e9), round(done.timing.answer_s * 1e9)
     load = max(0, round(done.seconds * 1e9) - read - answer)
     return {

@@ -68,7 +68,7 @@ class ParsedRequest:
 class PreparedRequest:
     """A request that is ready to be served.
 
-    tokens: the prompt, (n,) int32. sampling, stop: with the grammar and the stop strings that the chat template adds.
+    tokens: the prompt, (n,) int32. sampling, stop: include the grammar and the stop strings that the chat template adds.
     rendered: the prompt of a chat; None: the request is a completion.
     warnings: a sentence for each part of the request that has no effect, such as a schema constraint that is not enforced.
     begins: where in `tokens` each message of a chat begins and, as the last value, where the answer begins; (): not known.

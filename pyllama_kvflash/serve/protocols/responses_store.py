@@ -100,7 +100,7 @@ class ResponseStore:
             return None
 
     def item(self, name: str) -> dict[str, Any] | None:
-        """Return the output item with an id; None: it is not stored."""
+        """Return the output item with this id; None: it is not stored."""
         match = _ITEM_ID.fullmatch(name)
         kept = self.get(f"resp_{match[1]}") if match else None
         return None if kept is None else next((i for i in kept.response["output"] if i.get("id") == name), None)
@@ -129,7 +129,7 @@ class ResponseStore:
 def evict(folder: Path, most: int = MAX_RESPONSES, size: int = MAX_BYTES) -> int:
     """Remove partial files of killed processes from a folder, then the oldest responses beyond the limits `most` and `size`.
 
-    most: number of responses that may stay; 0 also removes the folder if it is then empty. size: bytes that may stay.
+    most: number of responses that may stay; 0 also removes the folder if it is then empty. size: number of bytes that may stay.
     Returns the number of responses removed.
     """
     found = []
