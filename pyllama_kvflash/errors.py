@@ -117,19 +117,19 @@ def counted(n: int, what: str) -> str:
 
 
 def check_range(value: float, low: float, high: float, name: str, hint: str = "") -> None:
-    """Raise UsageError unless low <= value <= high; NaN fails, too. name: the option's name. hint: ends the message."""
+    """Raise UsageError unless `low` <= `value` <= `high`; NaN also fails. name: the option's name. hint: ends the message."""
     if not low <= value <= high:
         raise UsageError(out_of_range(value, low, high, f"`{name}`") + (f": {hint}" if hint else ""))
 
 
 def out_of_range(value: float, low: float, high: float, name: str) -> str:
-    """Return the sentence for a number that is not between low and high."""
+    """Return the sentence for a number that is not between `low` and `high`."""
     bound = f"{number(high)} or less" if low == -math.inf else f"from {number(low)} to {number(high)}"
     return f"{name} is {number(value)}, and must be {bound}"
 
 
 def check_choice(value: object, allowed: tuple[object, ...], name: str) -> None:
-    """Raise UsageError unless value is one of `allowed`. name: the option's name."""
+    """Raise UsageError unless `value` is one of `allowed`. name: the option's name."""
     if value not in allowed:
         msg = f"`{name}` is {value!r}, and must be one of {', '.join(map(str, allowed))}"
         raise UsageError(msg)

@@ -120,7 +120,7 @@ class Prefill:
     """A batch of the prompt was decoded. So far, `done` of `total` tokens were decoded, in `seconds`.
 
     resident_bytes: device bytes of full-attention KV and of codes. host_bytes: host bytes taken for records.
-    exact: whether the batch attended to the whole text before it. Its full chunks then stay out of the pool until the prompt ends.
+    exact: whether the batch attended to the whole text before it. The batch's full chunks then stay out of the pool until the prompt ends.
     """
 
     done: int
@@ -142,7 +142,7 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Reselect:
-    """All chunks were scored, and the best were made resident, when `pos` positions were written.
+    """After `pos` positions were written, all chunks were scored, and the best were made resident.
 
     reason: "question" (at a prompt's end, before its tail runs again) or "decode".
     scores: one for each chunk, higher is hotter; None: the chunk does not compete (a sink, in the tail, pinned or not full).

@@ -128,7 +128,7 @@ def sweep(folder: Path, pattern: str) -> None:
 
 
 def dated(time_s: float) -> float:
-    """Return a file's time, in seconds since 1970; 0 if that is more than AHEAD in the future: the clock was then changed."""
+    """Return a file's time, in seconds since 1970; 0 if that is more than AHEAD in the future, as after a change of the clock."""
     return time_s if time_s <= time.time() + AHEAD else 0.0
 
 
@@ -293,7 +293,7 @@ def _same_folder(a: Path, b: Path) -> bool:
 
 
 def _mark(path: Path) -> tuple[object, ...]:
-    """Return the identity of a file: its device and inode or, if it does not exist yet, its folder's device and inode and its name.
+    """Return the identity of a file: its device and inode or, if it does not exist yet, its folder's device and inode, with the file's name.
 
     (): the file is not a regular file, and is the same as no other.
     """

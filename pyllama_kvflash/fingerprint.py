@@ -21,8 +21,8 @@ def fingerprint(path: Path) -> int:
 
     The samples take the same number of bytes from each matrix, evenly spaced from the first to the last byte: 32 MiB in all, or
     more for many thousands of matrices. A stacked tensor counts as several matrices. Smaller models and matrices are read whole.
-    So a change of a few rows of a large matrix may go unnoticed, but not a change of a whole matrix, such as by training,
-    merging or quantising.
+    So a change of a few rows of a large matrix may go unnoticed. Training, merging and quantising change whole matrices, and
+    are noticed.
     """
     files = [(part, header, part.stat().st_size) for part, header in read_parts(path)]
     spans = [_matrices(header, size) for _, header, size in files]
@@ -55,7 +55,7 @@ def _matrices(header: Header | None, size: int) -> list[tuple[int, int]]:
 
 
 def _places(start: int, end: int, share: int) -> Iterator[tuple[int, int]]:
-    """Yield what to read of a span, as offsets and lengths: all, or samples of `share` bytes in all, with the first and last byte."""
+    """Yield offset and length of each piece to read: the whole span or, if that exceeds `share` bytes, samples from its first to its last byte."""
     if end - start <= share:
         yield start, end - start
         return

@@ -100,7 +100,7 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def tag(name: str) -> str:
-    """Return the quantisation in a file's name, in capitals: the last one in its name, else the last in its folder's, else ""."""
+    """Return the quantisation in a file's name, in capitals: the last one there, else the last in its folder's name, else ""."""
     stem = _stem(name)
     found = _TAG.findall(_base(stem)) or _TAG.findall(stem)
     return str(found[-1]).upper() if found else ""
@@ -109,8 +109,8 @@ def tag(name: str) -> str:
 def choose(names: Iterable[str], quant: str | None = None) -> str | None:
     """Return the model among a repository's files; None if none has the quantisation.
 
-    Without `quant`, the model is a Q4_K_M, else a Q8_0, else the first file. Of several matches, those with exactly this tag
-    come first, then those in a single file, then the shortest name.
+    Without `quant`, the model is a Q4_K_M, else a Q8_0, else the first file. Of several matches, those whose tag() is
+    exactly the wanted quantisation come first, then those in a single file, then the shortest name.
     """
     files = models(names)
     for wanted in [quant.upper()] if quant else DEFAULT_QUANTS:

@@ -1,4 +1,4 @@
-"""Options of a run, with llama.cpp's names where llama.cpp has the option, too."""
+"""Options of a run. Those that llama.cpp also has keep its names."""
 
 import os
 import re
@@ -308,7 +308,7 @@ class Options:
         """How many of an answer's first tokens are decoded losslessly: `opening` or, if that is -1, 32 or 0.
 
         The default is 0 for "fresh" with codes of 4 bits, which reaches the full cache's RULER scores without an opening
-        (docs/results/coarse.md), and for codes that each exact pass would have to move.
+        (docs/results/coarse.md), and for codes in the panes' memory, which each exact pass would have to move.
         """
         usual = 0 if self.codes_in_panes or (self.policy == "fresh" and self.coarse == "4") else 32
         return self.opening if self.opening >= 0 else usual
@@ -324,12 +324,12 @@ class Options:
         return self.meter or (0.05 if self.min_agreement else 0.0)
 
     def drafter_batch(self, n_batch: int) -> int:
-        """Return the most tokens that a drafter reads at once, in an exact pass, too. n_batch: the pool's batch size."""
+        """Return the most tokens that a drafter reads at once, exact passes included. n_batch: the pool's batch size."""
         return n_batch if self.prefill == "pool" else max(n_batch, min(self.n_ubatch, self.n_ctx))
 
     @property
     def interval(self) -> int:
-        """Tokens from one scoring to the next: `tau`; if that is 0, 2, or 64 with spec, since a draft ends where the pool may change."""
+        """Tokens from one scoring to the next: `tau`. The default is 2, or 64 with spec, since a draft ends where the pool may change."""
         return self.tau or (64 if self.spec else 2)
 
     @property

@@ -134,7 +134,7 @@ class _Tool:
         return {**self._tool, "function": {**self._tool["function"], "parameters": parameters}}
 
     def lost(self, *, has_marks: bool) -> list[Loosened]:
-        """Return what a grammar whose calls name each argument does not enforce. has_marks: whether it has all of the tool's marks."""
+        """Return what the grammar does not enforce if calls name each argument. has_marks: whether it has all of the tool's marks."""
         if has_marks and self._arguments.exact:
             return []
         return [

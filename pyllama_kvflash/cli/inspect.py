@@ -66,7 +66,7 @@ _HOLDS = ("name", "gpu", "remote", "free", "token_bytes", "coarse")
 
 
 def _find(looked: Look) -> dict[str, Any]:
-    """Return the facts about a model, by their names in JSON. The value of "memory" is DeviceBytes of the devices that hold anything."""
+    """Return the facts about a model, by their names in JSON. "memory" has the DeviceBytes of each device that holds anything."""
     model, seen = looked.model, looked.seen
     taken = Planned((), PoolSize(None), looked.options) if seen.memory_class == "none" else looked.planned()
     options, coded = taken.options, _coded(looked, taken.options)

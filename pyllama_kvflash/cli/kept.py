@@ -48,7 +48,7 @@ class Kept:
         self._news = ""
 
     def expect(self, n_characters: int, n_ctx: int) -> bool:
-        """Prepare for a text of n_characters. Returns whether the engine should be able to save the text: `Options.snapshots`.
+        """Prepare for a text of n_characters. Returns whether to set `Options.snapshots`, so that the engine can save the text.
 
         Without a GPU, a long text is worth a pool unless an automatic pool would cover the context: a pool can be saved, and
         decodes faster (docs/results/cpu.md). n_ctx: the option's value. Raises UsageError.

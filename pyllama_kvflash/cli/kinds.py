@@ -22,7 +22,7 @@ class Kind(click.ParamType[Any]):
         """Return the value for a text. Raises UsageError, which says what is allowed."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read the value, or fail with what is allowed."""
+        """Read the value, or fail with a message that says what is allowed."""
         if not isinstance(value, str):
             return value
         try:
@@ -40,7 +40,7 @@ class TokenCount(Kind):
         self.words = words
 
     def read(self, text: str) -> int | str:
-        """Return the tokens, or the word."""
+        """Return the number of tokens, or the word."""
         if text.strip() in self.words:
             return text.strip()
         match = re.fullmatch(r"([+-]?\d+)([KM]?)", text.strip().upper())
@@ -56,7 +56,7 @@ class ByteSize(Kind):
     name = "size"
 
     def read(self, text: str) -> int:
-        """Return the bytes."""
+        """Return the number of bytes."""
         match = re.fullmatch(r"([+-]?\d+(?:\.\d+(?=[KMGT]))?)(?:([KMGT])(?:I?B)?)?", text.strip().upper())
         if not match:
             raise UsageError(f"{text!r} is not a size: give bytes, or units of 1,024 such as 64GiB or 512M")

@@ -9,7 +9,7 @@ _NO_LIMIT = "records go to disk (`disk`) only once no RAM is left: limit those i
 
 
 def mib(n: int) -> str:
-    """Return bytes in MiB or, from 10 GiB on, in GiB."""
+    """Return a number of bytes as text: in MiB or, from 10 GiB on, in GiB."""
     return f"{n / 2**30:.2f} GiB" if n >= 10 << 30 else f"{n / 2**20:.1f} MiB"
 
 
@@ -33,12 +33,12 @@ def sum_line(need: DeviceBytes) -> str:
 
 
 def held_in_ram(needs: Sequence[DeviceBytes]) -> tuple[int, int]:
-    """Return a pool's RAM without a GPU: bytes allocated at start, and bytes added by the time the context is full."""
+    """Return how many bytes of RAM a pool takes without a GPU: at the start, and on top of that by the time the context is full."""
     return sum(need.kv + need.panes for need in needs), sum(need.records + need.coarse for need in needs)
 
 
 def records_lines(options: Options, needs: Sequence[DeviceBytes], full: int) -> list[str]:
-    """Return warnings about where records are kept. needs: each device's memory with a full context. full: bytes of the full cache."""
+    """Return warnings about where records are kept. needs: each device's memory with a full context. full: the full cache's bytes."""
     if options.host_limit is not None and options.disk:
         return []
     if options.disk:

@@ -246,7 +246,7 @@ def speed(offer: Offer, n_ctx: int) -> str:
 
 
 def _of_ram(offer: Offer) -> bool:
-    """Return whether a way uses a GPU, but each token also reads weights from RAM."""
+    """Return whether a way uses a GPU and also reads weights from RAM for each token."""
     return offer.on_gpu and offer.host_read > 0 and not offer.lossless and offer.kind != "RAM"
 
 

@@ -28,7 +28,7 @@ def time_left(seconds: float) -> str:
 
 
 def fitting(parts: Sequence[str], room: int) -> str:
-    """Return the first parts, as many as fit into `room` columns, but at least one."""
+    """Return the first parts as one text: as many as fit into `room` columns, but at least one."""
     line = ""
     for part in parts:
         longer = f"{line}{_GAP}{part}" if line else part
@@ -241,7 +241,7 @@ class AnswerLine:
 
 
 class CellBar:
-    """Moves the bar of a bench. n_done: runs measured so far, now or before."""
+    """Moves the bar of a bench. n_done: runs measured so far, including those skipped."""
 
     def __init__(self, reporter: Reporter, progress: Progress, task: TaskID, label: str) -> None:
         self._reporter, self._progress, self._task, self._label = reporter, progress, task, label

@@ -42,7 +42,7 @@ _EVERYWHERE = ("Model", "Devices", "Memory and disk", "Output")
 
 
 class Role(click.ParamType[str]):
-    """The type of every option that names a file or a folder. It declares what the command does with that."""
+    """The type of every option that names a file or a folder. It declares what the command does with the file or folder."""
 
     name = "file"
 
@@ -88,7 +88,7 @@ class Prints(Role):
     """A text that is written to a file, a pipe, a device, or stdout for "-"."""
 
     def declare(self, uses: Uses, option: str, value: str) -> None:
-        """Add the file that `value` names; a pipe, a device or stdout needs no check. Raises UsageError if no such file can be created."""
+        """Add the file; a pipe, a device or stdout needs no check. Raises UsageError if the path is a folder, or its folder is missing."""
         if value != "-" and not is_stream(Path(value)) and standard_stream(Path(value)) is None:
             _check_place(option, Path(value))
             uses.write(option, value)

@@ -107,7 +107,7 @@ _SETTINGS = {
 
 
 def settable(command: click.Command) -> dict[str, Setting]:
-    """Return the fields that `--set` can set for a command: those of Spec and Sampling only if the command has options of these."""
+    """Return the fields that `--set` can set for a command: those of Spec and Sampling only if the command has their options."""
     own = {param.name for param in command.params}
     parts = {"": True, "spec": "spec_kind" in own, "sampling": "temperature" in own}
     return {name: setting for name, setting in _SETTINGS.items() if parts[name.rpartition(".")[0]]}

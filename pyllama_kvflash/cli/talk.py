@@ -59,8 +59,8 @@ _MERGED = 4  # last tokens of a text that may change once more text follows
 class Asked:
     """A conversation as a command line describes it.
 
-    lines: the messages. typed: whether a person types them, which takes a while. asks_once: whether they are questions of the
-    command line, where a question without an answer is a failure.
+    lines: the messages. typed: whether a person types them, which takes a while. asks_once: whether they are questions from
+    the command line; a question without an answer is then a failure.
     """
 
     files: tuple[File, ...]
@@ -109,7 +109,7 @@ class Talk:
         self._asked.kept.save(self._kv)
 
     def run(self) -> int:
-        """Answer messages and obey commands until there are no more, or /exit. Returns 0 if there was an answer or no failure, else
+        """Answer messages and obey commands until /exit or the end of the messages. Returns 0 if there was an answer or no failure, else
         the exit code of the last failure. If no person types the messages, Ctrl-C ends the conversation with exit code 130.
         """
         self.add(*self._asked.files)

@@ -48,7 +48,7 @@ class TraceWriter:
         self._line(event)
 
     def layers(self, pos: int, n_layer: int, layers: npt.NDArray[np.float32]) -> None:
-        """Write how many of n_layer layers hold each chunk when there are `pos` positions. layers: the numbers, (n_chunks,) float32."""
+        """Write how many of `n_layer` layers hold each chunk when there are `pos` positions. layers: the numbers, (n_chunks,) float32."""
         plain = [int(n) if n.is_integer() else n for n in layers.tolist()]
         self._line({"event": "layers", "pos": pos, "n_layer": n_layer, "layers": plain})
 

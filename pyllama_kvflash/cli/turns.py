@@ -26,7 +26,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """A message with the files before it, and its answer; None: there is no answer yet."""
+    """A message, the files before it, and its answer, or None if there is none yet."""
 
     files: tuple[File, ...]
     text: str

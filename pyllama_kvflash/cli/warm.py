@@ -33,7 +33,7 @@ class Warm:
     """Restores and saves the context of a run."""
 
     def __init__(self, options: dict[str, Any], reporter: Reporter, cache_size: int) -> None:
-        """Take the values of SNAPSHOT out of options, and set `snapshots` there if one of them needs it. Raises UsageError.
+        """Take the values of SNAPSHOT out of options, and set `snapshots` there if one of these values needs it. Raises UsageError.
 
         cache_size: most bytes of the prefix cache.
         """

@@ -74,11 +74,11 @@ class Config:
         return found
 
     def size(self, *keys: str, low: int = 1) -> Found:
-        """Return a whole number >= low."""
+        """Return a whole number >= `low`."""
         return self._checked(_whole(low), f"a whole number from {low} on", self.need(*keys))
 
     def maybe_size(self, *keys: str, low: int = 1) -> int | None:
-        """Return a whole number >= low; None if the key is missing."""
+        """Return a whole number >= `low`; None if the key is missing."""
         return self.size(*keys, low=low).value if self.find(*keys) else None
 
     def maybe_number(self, *keys: str) -> float | None:

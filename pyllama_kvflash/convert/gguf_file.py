@@ -33,7 +33,7 @@ _HEADER = 1 << 20  # most bytes of padding and tensor infos
 
 
 class Contents(NamedTuple):
-    """The contents of a file. keys: "general.type" and so on, each with its value, gguf's type of the value, and that of its items."""
+    """The contents of a file. keys: "general.type" and so on, each with its value, the value's GGUF type, and its items' type."""
 
     keys: dict[str, tuple[Any, Any, Any]]
     tensors: list[Tensor]

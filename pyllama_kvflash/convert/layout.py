@@ -22,7 +22,7 @@ _ORDINALS = ("first", "second", "third")
 class Slot(NamedTuple):
     """A tensor that llama.cpp loads.
 
-    dims: in torch's order, each a name in Drafter.sizes, a product of these or a sum: "heads*head_dim", "hidden+rank".
+    dims: in torch's order, each a name in Drafter.sizes, or names as a product or a sum: "heads*head_dim", "hidden+rank".
     needed: whether the tensor must exist.
     """
 

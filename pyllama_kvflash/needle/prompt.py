@@ -78,7 +78,7 @@ def make_prompt(
         n_needles: codes to hide, 1 to `MAX_NEEDLES`.
         seed: number of the document, 0 or more.
         held_out: take keys that the bundled model was not trained on.  Even with the full cache, the model
-            misses the codes of some; of trained keys, it misses none.
+            misses the codes of some of these keys.  With trained keys, it misses none.
         drop: leave the statements out and fill the room with prose.  Keys, answers and questions stay the
             same, so a correct answer could only be a guess.
         haystack: text to hide the codes in instead of generated prose.  It is read from its beginning, and repeated
@@ -217,7 +217,7 @@ class _Prose:
 
 
 def _paragraphs(text: str) -> list[list[str]]:
-    """Split the lines of a text into sentences, and long sentences, such as of scripts without spaces, into pieces."""
+    """Split the lines of a text into sentences, and long sentences, such as those in scripts without spaces, into pieces."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
     sentences = [re.split(r"(?<=[.!?]) ", line) for line in lines if line]
     found = [[piece for s in line for piece in textwrap.wrap(s, _PIECE)] for line in sentences]
@@ -228,7 +228,7 @@ def _paragraphs(text: str) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A document, where its needles start (characters), and the sum of the counts of its prose lines."""
+    """A document, the characters at which its needles start, and the sum of its prose lines' token counts."""
 
     text: str
     starts: list[int]

@@ -74,7 +74,7 @@ def _sentence(template: str, rng: random.Random, cast: dict[str, str]) -> str:
 
 
 def _noise(rng: random.Random) -> list[str]:
-    """Draw sentences of pseudo-words, 6 to 33 words in all: recall must not depend on known prose."""
+    """Draw sentences of pseudo-words, 6 to 33 words in all, so that recall does not depend on known prose."""
     left = rng.randint(6, 33)
     sentences = []
     while left:
