@@ -48,7 +48,7 @@ class Checkpoints:
 
         marks: positions, in ascending order, where another text may diverge from this one. Checkpoints are due at the last mark, at
         earlier ones that are at least n_ubatch tokens apart and, in a new text, at the first. Each checkpoint cuts a batch. n_tail:
-        how many tokens at the end no checkpoint may cut.
+        no checkpoint may cut the last n_tail tokens.
         """
         start, options = self._sequence.n_tokens, self._sequence.options
         if not self.kept:
