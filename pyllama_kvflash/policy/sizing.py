@@ -49,8 +49,8 @@ class Geometry:
     def panes_by_device(
         self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int, n_pane: int
     ) -> dict[int, int]:
-        """Return the bytes per position of n_pane panes on each device, by device index. A device's layers take turns in its panes,
-        so each pane is as large as that device's largest rows.
+        """Return how many bytes per position n_pane panes take on each device, by device index. A device's layers take turns in its
+        panes, so each pane is as large as that device's largest rows.
         """
         res: dict[int, int] = {}
         devices = self.devices or (0,) * len(self.rows)
