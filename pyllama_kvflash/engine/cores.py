@@ -31,7 +31,7 @@ class Cores:
         return self._look(self._steps) if self._steps and self._steps.due() else []
 
     def after_batch(self) -> list[Warn]:
-        """Return a warning if one is due and the prompt takes long. Every batch counts, because batches take long."""
+        """Return a warning if one is due and the prompt takes long. Looks every time, because batches take long."""
         return self._look(self._batches, _LONG_S) if self._batches and not self._batches.over else []
 
     def _look(self, watch: CoreWatch, *least: float) -> list[Warn]:

@@ -73,8 +73,8 @@ class Decoder:
         return self._opening is not None and not self.lossless
 
     def begin_answer(self, *, goes_on: bool) -> None:
-        """Begin an answer after the text in the context. goes_on: the answer continues an interrupted one, and its opening
-        ends where it would have ended without the interruption.
+        """Begin an answer after the text in the context. goes_on: the answer continues an interrupted one; the lossless opening
+        then ends where it would have ended without the interruption.
         """
         if not goes_on:
             self.sequence.opens_until = self.sequence.n_tokens + self._options.n_opening
@@ -237,7 +237,7 @@ class Decoder:
         return selector is not None and found is not None and selector.missed(found)
 
     def again(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Decode the last token again, up to _ROUNDS times, as long as chunks that got much of its attention were out in the last decode.
+        """Decode the last token again while missed() is true for its latest decode, at most _ROUNDS times.
 
         events: the events of the token's decode. Yields the events of the repeats.
         """

@@ -26,7 +26,7 @@ class Generation:
     """Reads a prompt batch by batch, then answers step by step. Several generations can take turns, each on its own sequence.
 
     An error leaves the generation unchanged, and the call can be repeated. The generation holds its sequence until another call
-    takes or changes that sequence. From then on its methods raise InUseError, and change nothing.
+    takes or changes that sequence. From then on the generation's methods raise InUseError, and change nothing.
 
     n_prompt: tokens of the prompt read so far. prefill_s: seconds spent on them.
     """
@@ -174,7 +174,7 @@ class Generation:
         return event
 
     def _read_all(self) -> list[Token]:
-        """Begin the answer if the whole text has been read. Returns its tokens."""
+        """Begin the answer if the whole text has been read. Returns the answer's new tokens."""
         if self.decoder.sequence.n_tokens < len(self._text):
             return []
         self._reader = None
@@ -350,7 +350,7 @@ def _read_again(err: SnapshotError) -> Warn:
 
 def step_together(generations: Sequence[Generation]) -> list[list[Event]]:
     """Decode the last tokens of several answers in one batch, perhaps with drafted ones, and sample the next token of each.
-    Returns the events of each, without text.
+    Returns the events of each, except Token.
 
     Raises InUseError before anything is decoded if a generation has lost its sequence. Also raises the errors of decode_each().
     After an error, each answer that lacks its new token gets it in its next step.

@@ -32,7 +32,7 @@ class Guard:
         """free: a function that frees the engine, and does not refer to the guard. If Ctrl-C interrupts it, the next call frees the
         rest. name: the engine's name, for errors.
 
-        When the guard is garbage-collected, the engine is freed, too. `free` keeps the engine's parts alive until then, because the
+        Garbage collection of the guard also frees the engine. `free` keeps the engine's parts alive until then, because the
         garbage collector would free them in any order.
         """
         self.closed = False

@@ -200,7 +200,7 @@ class KVSequence:
 
     @guarded
     def rollback(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions. If the last chunks of the text that is kept are out, they are paged in.
+        """Keep the first n_tokens positions. If the last chunks of the kept text are out, they are paged in.
 
         logits() is out of date until the next decode. A recurrent state, or an overwritten sliding window, can be rolled back only
         to a checkpoint; UnsupportedError names the last checkpoint before n_tokens. Checkpoints are copies in host memory, at most

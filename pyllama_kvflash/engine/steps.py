@@ -51,7 +51,7 @@ class DraftedStep(PlainStep):
         self.writer.accept(self.part, self._n_guessed)
 
     def report(self, seconds: float) -> None:
-        """Report to the drafter how many guesses were accepted. seconds: the time of the step, without drafting."""
+        """Report to the drafter how many guesses were accepted. seconds: the time of the step, not counting drafting."""
         drafts, n_right = self.decoder.drafts, self.decoder.sequence.n_tokens - self.start - 1
         if drafts:
             width, guessing_s = len(self.part.tokens), self._guessing_s
@@ -77,7 +77,7 @@ class LosslessStep(Step):
         return self._lossless.ahead(self._writer.token, self._left, self._writer.sampler)
 
     def take(self, other: Beside | None = None) -> list[Event]:
-        """Take the step. other: another sequence's work, done while the draft is verified. Returns the events, without text. Raises
+        """Take the step. other: another sequence's work, done while the draft is verified. Returns the events, except Token. Raises
         the errors of Decoder.decode_exactly().
         """
         writer, lossless, decoder, left = self._writer, self._lossless, self.decoder, self._left
@@ -99,7 +99,7 @@ class LosslessStep(Step):
 
 
 def take(steps: Sequence[PlainStep]) -> list[list[Event]]:
-    """Take one step of each of several answers, in one batch. Returns the events of each, without text.
+    """Take one step of each of several answers, in one batch. Returns the events of each, except Token.
 
     Raises the errors of decode_each(). After an error, each answer that lacks its new token gets it in its next step.
     """

@@ -8,7 +8,7 @@ _RECENT = 4  # checks in the average
 class Checks:
     """Plans checks of `n` tokens, and averages their results. The caller owns the clock.
 
-    The first check is due at once, so that short answers have a result, too. Its cost is still unknown, but the prompt has usually
+    The first check is due at once, so that even a short answer has a result. Its cost is still unknown, but the prompt has usually
     taken much longer. A later check is due once all checks, including the due one, take at most `share` of the time.
     """
 

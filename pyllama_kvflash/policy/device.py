@@ -32,12 +32,12 @@ class DeviceBytes:
 
     remote: whether the device is on an RPC server, so that copies go through a network.
     free: free bytes before the bytes below are allocated.
-    token_bytes: KV of one token in whichever is being sized: the pool, the full cache or the panes.
+    token_bytes: KV of one token in what is being sized (the pool, the full cache or the panes).
     kv: the full-attention cache: the pool, or the full cache.
     coarse: codes of all positions, with a GPU's buffers for attending to them.
     states: sliding windows and recurrent states.
     panes: layers of an exact pass.
-    buffers: compute buffers as allocated; of those on the host, only a part is touched.
+    buffers: compute buffers as allocated; only a part of the host's buffers is touched.
     drafter: all memory of a draft model.
     records: records of chunks, in host memory. checkpoints: copies of states, in host memory.
     program: Python and its libraries, or the GPU's driver.
@@ -81,7 +81,7 @@ class DeviceBytes:
 
     @property
     def half(self) -> int:
-        """Half of the room, after codes and the reserve."""
+        """Half of the room that remains after codes and the reserve."""
         return max(0, self.room - self.coarse - RESERVE) // 2
 
     @property

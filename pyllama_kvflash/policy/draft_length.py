@@ -14,7 +14,7 @@ class DraftLength:
     """
 
     def __init__(self, lengths: Sequence[int], gate: Gate | None = None) -> None:
-        """lengths: choices, ascending; a single one is not measured. gate: if None, always draft."""
+        """lengths: choices, ascending; a single length is not measured. gate: if None, always draft."""
         self.gate = gate
         self._longest = lengths[-1]
         self._lookahead = Lookahead(lengths) if len(lengths) > 1 else None

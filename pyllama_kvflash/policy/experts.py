@@ -62,7 +62,7 @@ class Placement:
     """The result of place_experts().
 
     n_cpu_moe: the number of layers, from the first on, whose experts stay on the host.
-    dense: whether the model is dense, so that these are its feed-forward weights.
+    dense: whether the model is dense. If so, its feed-forward weights take the place of experts.
     pool: the pool to request now: "auto", "off" or tokens.
     redundant: True if the full cache fits beside all experts.
     fits: False if no pool fits, even with all experts on the host.

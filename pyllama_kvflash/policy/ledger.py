@@ -110,7 +110,7 @@ class Ledger:
 
     @property
     def n_tried(self) -> int:
-        """Blocks that a trial takes in addition to those of resident chunks."""
+        """Blocks that a trial takes, not counting the blocks of resident chunks."""
         first, end = self._tried
         return end - first - int(np.count_nonzero(self._resident[first:end])) if end else 0
 
@@ -126,7 +126,7 @@ class Ledger:
 
     @property
     def n_block(self) -> int:
-        """Blocks that this sequence holds, or that are free: the whole pool, if it is alone."""
+        """Blocks that this sequence holds, and free blocks. If the sequence is alone, these are the whole pool."""
         return self.n_held + self.n_free
 
     @property
@@ -181,7 +181,7 @@ class Ledger:
 
     @property
     def lacks_protected(self) -> bool:
-        """Whether a protected chunk is out, as after positions were computed outside the pool."""
+        """Whether a protected chunk is out. This happens when positions are computed outside the pool."""
         return not np.all(self._resident[self.protected()])
 
     def evictable(self) -> Mask:

@@ -1,16 +1,16 @@
 """Choose how many tokens to draft before a check, from measured acceptance and times.
 
 A round drafts n tokens, and verifies them and the token before them in one batch. If each drafted token is accepted with
-probability a, the round commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192, equation 1).
-A round takes n times the time of drafting a token, plus the time of checking n + 1 tokens. The latter is a line in the number of
-tokens, fitted to the checks so far.
+probability a, the round commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192, equation 1). A
+round takes n times the time of drafting a token, plus the time of checking n + 1 tokens. The time of checking is taken as linear in
+the number of tokens, and fitted to the checks so far.
 
 If k tokens are drafted during a check that accepts everything, they begin the next draft, and cost no time. A run of such rounds
 ends with a rejected token, after 1 / (1 - a) tokens on average. After its first check, a run has a^(n+1) / (1 - a^m) more checks on
 average, of m = max(n, k) tokens each.
 
-Tokens differ in confidence. A draft continues until the probability that all of it is accepted falls to the one for n average
-tokens. So a draft of confident tokens is longer than n, and an unsure token ends it early.
+Tokens differ in confidence. A draft continues until the probability that all of it is accepted falls to the probability for n
+average tokens. So a draft of confident tokens is longer than n, and an unsure token ends it early.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class Lookahead:
 
     @property
     def acceptance(self) -> float:
-        """The probability that a drafted token is accepted if those before it are."""
+        """The probability that a drafted token is accepted if all tokens before it are."""
         return self._right / self._tried
 
     @property

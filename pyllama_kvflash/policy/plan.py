@@ -67,7 +67,7 @@ def reselect(ledger: Ledger, n_free: int, n_most: int | None = None) -> Plan:
 
 
 def room_for_candidates(ledger: Ledger, n_free: int) -> int:
-    """Return the number of blocks for candidates: all blocks except n_free and those of other chunks. May be negative."""
+    """Return the number of blocks for candidates. Other resident chunks keep theirs, and n_free blocks stay free. May be negative."""
     kept = ledger.resident & ~ledger.candidates()
     return ledger.n_block - n_free - int(np.count_nonzero(kept))
 
@@ -75,8 +75,8 @@ def room_for_candidates(ledger: Ledger, n_free: int) -> int:
 def _given_up(ledger: Ledger, n: int, keep: Sequence[int] = ()) -> Plan:
     """Plan, one at a time, the drops that free n blocks for `ledger`.
 
-    Each time, the sequence that holds the most blocks drops its coldest evictable chunk, or else a guest block. `ledger` counts as
-    holding n more, and drops first in a tie. So each sequence is sure of an equal share, and may use blocks that others do not need.
+    The sequence that holds the most blocks drops its coldest evictable chunk, or else a guest block. `ledger` counts as holding n
+    more blocks, and drops first in a tie. So each sequence is sure of an equal share, and may use blocks that others do not need.
 
     keep: chunks of `ledger` that stay.
     """

@@ -148,7 +148,7 @@ class Schedule:
         return True
 
     def n_until(self, *, due: bool) -> int:
-        """Return the number of tokens, at least 1, until begin() returns true (if scores are `due`: until apply() does)."""
+        """Return the number of tokens, at least 1, until begin() returns true. due: count until apply() returns true instead."""
         return max(1, (self.lag if due else self.interval) - self._n)
 
     def apply(self) -> bool:

@@ -36,11 +36,11 @@ class Geometry:
     heads: tuple[Heads, ...] = ()
 
     def token_bytes(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> int:
-        """Return the bytes of one token. row_bytes: ggml's function of (type, elements)."""
+        """Return how many bytes one token takes. row_bytes: ggml's function of (type, elements)."""
         return sum(self.by_device(row_bytes, type_k, type_v).values())
 
     def by_device(self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int) -> dict[int, int]:
-        """Return the bytes of one token on each device that holds rows, by device index."""
+        """Return how many bytes one token takes on each device that holds rows, by device index."""
         res: dict[int, int] = {}
         for (k, v), device in zip(self.rows, self.devices or (0,) * len(self.rows), strict=True):
             res[device] = res.get(device, 0) + row_bytes(type_k, k) + (row_bytes(type_v, v) if v else 0)
@@ -49,8 +49,8 @@ class Geometry:
     def panes_by_device(
         self, row_bytes: Callable[[int, int], int], type_k: int, type_v: int, n_pane: int
     ) -> dict[int, int]:
-        """Return the bytes per position of n_pane panes on each device, by device index. A device's layers take turns in its panes,
-        so each pane is as large as that device's largest rows.
+        """Return how many bytes per position n_pane panes take on each device, by device index. A device's layers take turns in its
+        panes, so each pane is as large as that device's largest rows.
         """
         res: dict[int, int] = {}
         devices = self.devices or (0,) * len(self.rows)
@@ -101,7 +101,7 @@ class PoolShape:
         return whole_cells((self.kept + max(self.n_seq, batch_blocks)) * self.chunk)
 
     def largest_batch(self, n_pool: int) -> int:
-        """Return the largest batch in tokens, of whole chunks, whose floor() is at most n_pool; at most BATCH."""
+        """Return the largest batch in tokens, of whole chunks and at most BATCH, for which n_pool cells are enough. See floor()."""
         return max(1, min((n_pool // self.chunk - self.kept - 1) * self.chunk, BATCH))
 
     def usual_batch(self, n_pool: int) -> int:
@@ -233,7 +233,7 @@ def n_panes(
     reserve - codes) on each device, in these cases:
     - an automatic pool with a GPU: if all layers fit, as many as keep the panes, n_pool tokens, codes and buffers together
       within the size of the full cache;
-    - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed, or as many as fit, since each pane
+    - `lossless`, where every few tokens are checked: all layers, so that nothing is streamed; else as many as fit, since each pane
       saves time. For a pool of a given size this case applies only if all KV is on the host;
     - RPC servers: as for `lossless`, with any pool, since each batch would send the whole text through the network.
     """

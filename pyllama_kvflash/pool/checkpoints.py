@@ -48,7 +48,7 @@ class Checkpoints:
 
         marks: positions, in ascending order, where another text may diverge from this one. Checkpoints are due at the last mark, at
         earlier ones that are at least n_ubatch tokens apart and, in a new text, at the first. Each checkpoint cuts a batch. n_tail:
-        how many tokens at the end no checkpoint may cut.
+        no checkpoint may cut the last n_tail tokens.
         """
         start, options = self._sequence.n_tokens, self._sequence.options
         if not self.kept:
@@ -130,8 +130,8 @@ class Checkpoints:
 def least(positions: Sequence[int], spared: Sequence[int] = ()) -> int:
     """Return the position of the least useful checkpoint, the oldest of several equal ones. positions: in ascending order.
 
-    spared: positions returned only if no other checkpoint is old enough. A snapshot can be cut at them; without any, the next batch
-    would be cut to make one.
+    spared: positions returned only if no other checkpoint is old enough. A snapshot can be cut there; without such a checkpoint,
+    the next batch would be cut to make one.
 
     The distance from the end at which the next prompt diverges is taken as log-uniform, because texts mostly diverge near the end.
     So the prompt diverges between a checkpoint and the next one with a probability proportional to log(distance of the checkpoint

@@ -60,7 +60,7 @@ class GuestRoom:
         self._threads.shutdown()
 
     def n_bytes(self, n: int) -> int:
-        """Return the bytes of the codes of n positions, on the host or a device."""
+        """Return how many bytes the codes of n positions take, on the host or a device."""
         return sum(self.native.code_sizes(n))
 
     @property
@@ -153,6 +153,6 @@ class GuestRoom:
 
 
 def coarse_bytes(rooms: Sequence[GuestRoom]) -> int:
-    """Return the bytes of the codes of all sequences of a pool, with the GPU buffers for attending to them."""
+    """Return how many bytes the codes of all sequences take, together with the GPU buffers for attending to codes."""
     infos = [room.native.info() for room in rooms]
     return sum(info.bytes for info in infos if info.n) + max((info.device_bytes for info in infos), default=0)

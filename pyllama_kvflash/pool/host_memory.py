@@ -38,7 +38,7 @@ class HostMemory:
         limit: how many bytes of records are allowed; None: no limit.
         meta_bytes: bytes of a record before its rows.
         spill: like allocate, for records beyond the limit or the available memory; None: such records are an error.
-        n_growers: threads that allocate announced slabs: the system clears pages at 2 to 5 GB/s a thread.
+        n_growers: threads that allocate announced slabs; each adds 2 to 5 GB/s, the rate at which the system clears pages.
         """
         self.record_bytes = record_bytes
         self.n_used = 0  # places taken

@@ -141,7 +141,7 @@ class Pager:
         self._summariser.collect()
 
     def copies(self, start: int, n_tokens: int) -> list[Record]:
-        """Return the records of all chunks up to position start + n_tokens - 1: copies, from the chunk of position `start` on."""
+        """Return the records of all chunks up to position start + n_tokens - 1. From the chunk of `start` on, they are copies."""
         self.wait_stored()
         first, end = start // self.ledger.chunk, -(-(start + n_tokens) // self.ledger.chunk)
         res = self.records.first(first)
@@ -225,7 +225,7 @@ class Pager:
         return not np.all(self.ledger.resident[self.guests.native.info().n // self.ledger.chunk :])
 
     def fitting(self, n_tokens: int) -> int:
-        """Return how many of n_tokens fit a batch that evicts no more chunks than its first token alone."""
+        """Return how many of n_tokens fit a batch that evicts no more chunks than its first token alone would."""
         ledger = self.ledger
         n_new = max(ledger.n_free, ledger.new_chunks(1))
         return min(n_tokens, (ledger.n_chunks + n_new) * ledger.chunk - ledger.n_tokens)

@@ -231,10 +231,10 @@ class PooledSequence:
             self.ctx.seq_rm(n_tokens)
 
     def seen_exactly(self, start: int, n: int, state: StateBytes) -> Floats:
-        """Return the logits of n tokens from position start on, each computed against all positions before it, (n, n_vocab)
-        float32. Changes nothing.
+        """Return the logits, (n, n_vocab) float32, of n tokens from position `start` on. Each token is computed against all
+        positions before it. Changes nothing.
 
-        state: the result of save_partial() at start. Raises Interrupted, SnapshotError and NativeError.
+        state: the result of save_partial() at `start`. Raises Interrupted, SnapshotError and NativeError.
         """
         self.recover()
         records, tokens = self.paged.copies(start, n), np.array(self.history[start : start + n], np.int32)

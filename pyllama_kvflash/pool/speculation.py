@@ -39,7 +39,7 @@ def _named(spec: Spec, target: Context) -> Iterator[None]:
 def drafter_bytes(
     spec: Spec, target: Context, at: Sequence[int], *, n_batch: int, n_ubatch: int, n_seq: int, where: dict[str, Any]
 ) -> list[int]:
-    """Return the bytes that drafting takes on each device in `at` (indices into native.devices()). Allocates nothing.
+    """Return how many bytes drafting takes on each device in `at` (indices into native.devices()). Allocates nothing.
 
     Counts the weights, and the buffers and a window's KV for each of n_seq sequences. The KV counts on every device, because
     its placement is unknown.
@@ -229,7 +229,7 @@ class Drafts:
         return self._spec.n_max
 
     def n_bytes(self, at: Sequence[int], n_seq: int) -> list[int]:
-        """Return the bytes that the drafts of n_seq sequences take on each device in `at`, as drafter_bytes() does."""
+        """Return how many bytes the drafts of n_seq sequences take on each device in `at`. See drafter_bytes()."""
         return _bytes(self.spec, self._drafter, at, n_seq) if self._drafter else [0 for _ in at]
 
     @property
@@ -323,7 +323,7 @@ class Drafts:
     def checked(self, n_guessed: int, n_right: int, seconds: float, guessing_s: float, width: int) -> None:
         """Record that n_right of n_guessed drafted tokens were accepted, in a batch of `width` tokens.
 
-        seconds: the time of the whole step. guessing_s: the time in it that drafting took.
+        seconds: the time of the whole step. guessing_s: the part of `seconds` that drafting took.
         """
         self.length.checked(n_guessed, n_right, guessing_s, seconds - guessing_s, width)
         self._spec.accept(n_right)

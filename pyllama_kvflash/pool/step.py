@@ -42,7 +42,7 @@ class Part:
 def advance(parts: Sequence[Part], outputs: int = native.LAST) -> list[Paged | None]:
     """Decode one batch of one or several sequences, and keep all tokens except drafts. Returns the moves of each sequence.
 
-    outputs: which tokens of a single sequence get logits; with several sequences, all do.
+    outputs: which tokens of a single sequence get logits; with several sequences, all tokens get logits.
 
     Raises PoolError, HostMemoryError, Interrupted and NativeError. The next step undoes a draft that was not kept; the draft's
     first token is still pending.
@@ -85,7 +85,7 @@ def _make_room(parts: Sequence[Part]) -> list[Plan | None]:
 
 
 def keep(part: Part) -> None:
-    """Keep the accepted tokens of a decoded draft; nothing while `accepted` is None."""
+    """Keep the accepted tokens of a decoded draft. While `accepted` is None, do nothing."""
     if part.accepted is None:
         return
     sequence, (n, following) = part.sequence, part.accepted

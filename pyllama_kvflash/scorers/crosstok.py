@@ -36,7 +36,7 @@ def spread(scores: npt.ArrayLike, spans_from: Spans, spans_to: Spans) -> Scores:
     A target with an empty span takes the score of the source at that place or, at the end of the text, of the last
     source. Sources with an empty span overlap nothing: a BOS does not make the first word hot. If no source has text,
     all targets take the highest score. If the texts differ in length (a tokenizer may normalise: a leading space, NFC),
-    positions are scaled so that both texts end together. The error is about the number of characters that differ.
+    positions are scaled so that both texts end together. The mapping is then off by about as many characters as differ.
 
     Raises ValueError if the numbers of scores and sources differ, or if there are targets but no sources.
     """

@@ -92,7 +92,7 @@ class Reader:
 
     The small model is loaded on first use. It runs in a pool of its own and keeps the text, so that it reads only new
     tokens for the next scoring. If its tokenizer differs from the target's ("crosstok"), it reads the target's text in its
-    own tokens, and the scores of these are mapped to the target's tokens by spans of characters.
+    own tokens, and their scores are mapped to the target's tokens by spans of characters.
     """
 
     summary: str | None = None
