@@ -47,7 +47,7 @@ class Checked:
         return f"root ::= {name}\n{rules}"
 
     def rules(self, prefix: str, values: Sequence[Sequence[Key]]) -> tuple[list[str], str]:
-        """Return the name of each value's rule, and all rules (GBNF). values: keys for each value, which has a shape of one of them."""
+        """Return the name of each value's rule, and all rules (GBNF). values: each one's keys; the value has a shape of one of them."""
         return Writer(self.shapes, prefix).written(values)
 
     def arguments(self) -> Arguments:

@@ -55,7 +55,7 @@ class Context:
                 self.note(place, keyword, why)
 
     def has_grammar(self, language: languages.Language) -> bool:
-        """Return whether a language has few enough states for a grammar. Once the limit for all is used up, only regular ones pass."""
+        """Return whether a language has few enough states for a grammar. Once a document's limit is used up, only regular ones pass."""
         if languages.is_regular(language):
             return True
         if language not in self._known:
@@ -65,7 +65,7 @@ class Context:
         return self._known[language]
 
     def meets(self, value: Any, place: Place) -> bool:
-        """Return whether a value meets a schema. If that cannot be determined, note the keyword at fault and return True."""
+        """Return whether a value meets a schema. If a keyword makes this uncertain, note the keyword and return True."""
         try:
             return self.checker.meets(value, place)
         except Unsure as unsure:

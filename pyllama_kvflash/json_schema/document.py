@@ -195,7 +195,7 @@ class Document:
                     todo += [(place, True), *((other, False) for other in self._same_value(place))]
 
     def _same_value(self, place: Place) -> list[Place]:
-        """Return the places whose schemas apply to every value that this place's schema applies to."""
+        """Return the places whose schemas apply to the same values as this place's."""
         below = [path for path, _ in _subschemas(place.keywords) if path[0] in SAME_VALUE]
         return self.refs(place) + [self.child(place, *path) for path in below]
 
@@ -335,7 +335,7 @@ _ORDERED = [(word, word.replace("min", "max")) for word in ("minLength", "minIte
 
 
 def _fault(schema: Any) -> tuple[str, str] | None:
-    """Return the first keyword at fault in a schema itself, and the fault; None if there is none."""
+    """Return the first faulty keyword of a schema itself, not of those within, and the fault; None if there is none."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):

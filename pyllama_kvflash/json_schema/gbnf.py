@@ -152,7 +152,7 @@ class Writer:
         return self._names[language]
 
     def _repeated(self, rule: str, low: int, high: float) -> str:
-        """Return GBNF for low to high (inf: no bound) repetitions of a rule."""
+        """Return GBNF for `low` to `high` (inf: no bound) repetitions of a rule."""
         blocks, more = divmod(low, BLOCK) if low > 2 * BLOCK else (0, low)
         parts = [f"{self._rule(f'{rule}{{{BLOCK}}}')}{{{blocks}}}"] if blocks else []
         if high == inf:
@@ -165,7 +165,7 @@ class Writer:
         return self._spaced(*parts)
 
     def _up_to(self, rule: str, n: int) -> str:
-        """Return the name of a rule for 0 to n repetitions of `rule`. Each number of repetitions has a single derivation."""
+        """Return the name of a rule for 0 to `n` repetitions of `rule`. Each number of repetitions has a single derivation."""
         block = self._rule(f"{rule}{{{BLOCK}}}")
         steps, left = divmod(n, BLOCK)
         res = self._rule(f"{rule}{{0,{left}}}" if left else '""')
@@ -198,11 +198,11 @@ class Writer:
     def _members(
         self, members: list[tuple[str, bool]], rest: str | None, low: int, high: float, *, may_skip: bool
     ) -> str:
-        """Return GBNF for low to high (inf: no bound) members, separated by commas.
+        """Return GBNF for `low` to `high` (inf: no bound) members, separated by commas.
 
         members: the named ones, each with whether it is required. rest: the rule of further members; None: there are none. may_skip:
-        whether members may follow one that is left out. Each member has rules for the text from it on: one for each number of members
-        before it.
+        whether members may follow one that is left out. A member has a rule for each number of members that may come before it; the rule
+        is for the text from the member on.
         """
         # from this number on, counting makes no difference
         most = int(max(1, low) if high == inf else high)
@@ -227,7 +227,7 @@ class Writer:
         return after[0] or ""
 
     def _rest(self, rule: str | None, n: int, low: int, high: float) -> str | None:
-        """Return GBNF for the members that follow n others, so that there are low to high in total; None if there would be too few."""
+        """Return GBNF for the members after the first n, with `low` to `high` in total; None if there would be too few."""
         if rule is None or n == high:
             return "" if n >= low else None
         more, low, high = self._rule(f"{self._comma} {rule}"), max(0, low - n), high - n

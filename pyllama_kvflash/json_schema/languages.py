@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """low to high (inf: no bound) repetitions of a part, which does not contain the empty text."""
+    """`low` to `high` (inf: no bound) repetitions of a part, which does not contain the empty text."""
 
     part: "Language"
     low: int
@@ -128,7 +128,7 @@ def either(*options: Language) -> Language:
 
 
 def many(part: Language, low: int, high: float) -> Language:
-    """Return low to high (inf: no bound) repetitions of a language."""
+    """Return `low` to `high` (inf: no bound) repetitions of a language."""
     if nullable(part):  # a grammar could repeat the empty text for ever
         part, low = nonempty(part), 0
     if part == NOTHING or high == 0:
@@ -277,7 +277,7 @@ States = dict[Language, list[tuple[Ranges, Language]]]
 
 @lru_cache(maxsize=256)
 def states(language: Language) -> States | None:
-    """Return the states of a language from which a text can end; {} if it is empty or regular; None if it has too many states."""
+    """Return a language's states, except dead ones, from which no text ends; {} if it is empty or regular; None if it has too many."""
     found: States = {}
     todo, size = [] if is_regular(language) else [language], 0
     while todo:
@@ -301,7 +301,7 @@ def states(language: Language) -> States | None:
 
 
 def fulfilled(uses: Mapping[_K, Iterable[_K]], holds: Callable[[_K, set[_K]], bool]) -> set[_K]:
-    """Return the keys that hold: the least fixed point. uses: the keys that each key depends on. holds: asked with the keys so far."""
+    """Return the keys that hold: the least fixed point. uses: the keys that each depends on. holds: decides, given the keys so far."""
     users: dict[_K, list[_K]] = {}
     for key, parts in uses.items():
         for part in parts:

@@ -30,7 +30,7 @@ def _least(branch: Branch, keyword: str) -> int | None:
 
 
 def _most(context: Context, branch: Branch, keyword: str) -> float:
-    """Return the least value of a keyword that sets an upper bound (maxItems); inf if there is none. Too large values are noted."""
+    """Return the least value of a keyword that sets an upper bound (maxItems); inf if there is none. Excessive values are noted."""
     for place, value in branch.having(keyword):
         if value > MAX_COUNT:
             context.note(place, keyword, f"nothing is counted beyond {MAX_COUNT:,}: leave it out")
@@ -192,7 +192,7 @@ def arrays(context: Context, branch: Branch, key: Key) -> list[Shape]:
 
 
 def _unevaluated(context: Context, branch: Branch, keyword: str, key: Key) -> list[Place]:
-    """Return the schemas of unevaluatedItems or unevaluatedProperties, which apply to what nothing else evaluates. That is known only if
+    """Return the schemas of unevaluatedItems or unevaluatedProperties, which apply to what nothing else evaluates. This is known only if
     no other place has keywords for the value besides `type`, and none has `not`, `if` or `contains`. Otherwise the keyword is noted.
     """
     res = []
@@ -265,7 +265,7 @@ def _allowed(context: Context, branch: Branch, name: str) -> bool:
 
 
 def _others(context: Context, branch: Branch, unsaid: list[Place]) -> _Others:
-    """Return the properties that the branch does not name. If it has `properties`, these are only the ones that a keyword allows."""
+    """Return the properties that the branch does not name. With `properties` or `patternProperties`, only those with a schema."""
     given = {p: place for place, found in branch.having("patternProperties") for p in found}
     if len(given) > MAX_PATTERNS:
         context.note_all(branch, ("patternProperties",), f"there are more than {MAX_PATTERNS} patterns")
@@ -317,7 +317,7 @@ def _open(
 
 
 def _limited(context: Context, branch: Branch, shape: Object) -> Object:
-    """Return an object shape, limited to minProperties to maxProperties properties."""
+    """Return an object shape, limited to the numbers of properties that minProperties and maxProperties allow."""
     low, high = _least(branch, "minProperties") or 0, _most(context, branch, "maxProperties")
     n_required = sum(p.required for p in shape.properties)
     n_optional = len(shape.properties) - n_required

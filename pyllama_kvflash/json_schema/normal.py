@@ -21,7 +21,7 @@ class Normal:
         self._shapes: Shapes = {}
 
     def of(self, key: Key) -> Shapes:
-        """Return the shapes of a key and of all keys within. Raises SchemaError if there are too many, or no value meets the schema."""
+        """Return the shapes of a key and of all keys within it. Raises SchemaError if they are too many or no value meets the schema."""
         todo = [key]
         while todo:
             at = todo.pop()

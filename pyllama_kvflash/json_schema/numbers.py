@@ -9,7 +9,7 @@ _ZERO = ord("0")
 
 
 def digits(first: int | None, last: int | None, places: int) -> Language:
-    """Return the texts of the numbers from first to last, without exponents. places: the most digits after the point.
+    """Return the texts of the numbers from `first` to `last`, without exponents. places: the most digits after the point.
 
     first, last: in units of 10**-places; None: only the number of digits is bounded.
     """
@@ -22,7 +22,7 @@ def digits(first: int | None, last: int | None, places: int) -> Language:
 
 
 def _positive(low: int, high: int, places: int) -> Language:
-    """Return the texts of the numbers from low to high. low must not be negative."""
+    """Return the texts of the numbers from `low` to `high`. `low` must not be negative."""
     options = []
     while low <= high:
         n = max(len(str(low)), places + 1)
@@ -38,8 +38,8 @@ def _positive(low: int, high: int, places: int) -> Language:
 
 
 def _between(low: str, high: str, places: int) -> Language:
-    """Return the texts of the numbers from low to high, which have equally many digits. The last `places` digits follow the point; final
-    zeros there are optional.
+    """Return the texts of the numbers from `low` to `high`, which have equally many digits. The last `places` digits follow the point;
+    final zeros there are optional.
     """
     n = len(low)
     if low == "0" * n and high == "9" * n:

@@ -231,7 +231,7 @@ def _either(*options: Anchored) -> Anchored:
 
 
 def _joined(one: Anchored, two: Anchored) -> Anchored:
-    """Return the concatenation of two parts. The first must be empty before a `^`, and the second must be empty after a `$`."""
+    """Return the concatenation of two parts. Only an empty text may come before a `^` of the second, or after a `$` of the first."""
     found: list[Anchored] = []
     for (begins, ends), first in one.items():
         for (begins_2, ends_2), second in two.items():

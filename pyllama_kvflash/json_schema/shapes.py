@@ -42,7 +42,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of low to high items (inf: no bound). prefix: the keys of the first items. rest: the others' key; None: no others."""
+    """An array of `low` to `high` items (inf: no bound). prefix: the keys of the first items. rest: the others' key; None: no others."""
 
     prefix: tuple[Key, ...]
     rest: Key | None

@@ -60,7 +60,7 @@ def allowed(schema: Schema) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Numbers from low to high (None: no bound). An open bound is itself excluded."""
+    """Numbers from `low` to `high` (None: no bound). An open bound is itself excluded."""
 
     low: Fraction | None = None
     low_open: bool = False

@@ -73,7 +73,7 @@ def fits(needs: Sequence[DeviceBytes], free: Mapping[str, int], reserve: int = R
     """Return whether each device with codes has room for everything, and a reserve. Devices without codes are not checked, because fewer
     bits would not help them.
 
-    free: from free_bytes(), before anything was loaded. The program itself was in memory then. reserve: bytes, on a GPU.
+    free: from free_bytes(), when only the program itself was in memory. reserve: bytes to leave free on a GPU; elsewhere, RESERVE.
     """
     return all(
         need.total - need.program <= free[need.name] - (reserve if need.gpu else RESERVE)
@@ -87,7 +87,7 @@ class Made(Protocol):
 
     @property
     def memory(self) -> Sequence[DeviceBytes]:
-        """What each device holds with a full context, without empty devices."""
+        """What each device holds with a full context. Empty devices are left out."""
 
     def close(self) -> None:
         """Free everything."""

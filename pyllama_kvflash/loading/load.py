@@ -45,7 +45,7 @@ class Loaded:
     full_bytes: full-attention KV of the whole context, over all sequences.
     shared: what the pool's sequences share; None with the full cache.
     exact: reads prompts that the pool cannot hold; None: they go through the pool.
-    drafts: one for each sequence; empty without speculative decoding.
+    drafts: each sequence's; empty without speculative decoding.
     memory: each device's memory with a full context.
     parts: closes everything.
     """
@@ -336,7 +336,7 @@ def _other_policy(given: Options, options: Options, seen: Probe) -> tuple[str, .
 def probe(model: Model, options: Options) -> Probe:
     """Probe a model's memory with small contexts: a stock one, and pools with and without codes.
 
-    Raises the errors of making the stock context.
+    Raises the errors of Context() for the stock context.
     """
     small = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
     types: dict[str, Any] = {"type_k": options.type_k, "type_v": options.type_v, "flash_attn": options.flash_attn}

@@ -15,7 +15,7 @@ from pyllama_kvflash.policy.sizing import most_cells, whole_cells
 def device_memory(geometry: Geometry, options: Options, *, n_pane: int = 0, lodged: bool = False) -> list[DeviceBytes]:
     """Return each device that holds KV, with its current free bytes, KV bytes per token, and codes.
 
-    n_pane: if given, count the KV of so many panes; 0: that of the cache. lodged: leave out codes that share the panes' memory.
+    n_pane: count the KV of this many panes; 0: count the cache's. lodged: leave out codes that share the panes' memory.
     """
     found, asked = devices(), (row_bytes, *types_of(options))
     sizes = geometry.panes_by_device(*asked, n_pane) if n_pane else geometry.by_device(*asked)
@@ -34,9 +34,9 @@ def types_of(options: Options) -> tuple[int, int]:
 def coarse_bytes(
     geometry: Geometry, options: Options, n_pool: int | None = None, *, lodged: bool = False
 ) -> dict[int, int]:
-    """Return, by device index, the bytes of the codes of full contexts and of the GPU buffers for attending to codes.
+    """Return, by device index, the bytes of full contexts' codes, and of the GPU buffers for attending to codes.
 
-    options: from Options.resolved(), with `coarse` resolved. n_pool: cells of the pool; None: as many as the options may give it.
+    options: from Options.resolved(), with `coarse` resolved. n_pool: cells of the pool; None: the most that the options allow.
     lodged: leave out codes that share the memory of an exact pass.
     """
     codes = _codes(geometry, options)

@@ -38,7 +38,7 @@ def needs_of(
     drafter: Sequence[int],
     program: int,
 ) -> tuple[DeviceBytes, ...]:
-    """Return what each device holds with a full context, without empty devices. For a model loaded with no_alloc, these are estimates.
+    """Return what each device holds with a full context; empty ones are left out. For a model loaded with no_alloc, these are estimates.
 
     options: from Options.resolved(). n_pool: cells of the pool; None: the full cache. exact: what the exact pass holds, by device index.
     drafter: bytes of a drafter on each device. program: see program_bytes().
@@ -74,10 +74,10 @@ _program: list[int] = []  # the first result of program_bytes()
 
 
 def program_bytes(model: Model | None = None) -> int:
-    """Return the RAM of this process without model weights: Python, libraries, and the vocabulary. Later calls return the first result,
+    """Return the RAM that Python, libraries and the vocabulary take, not counting weights. Later calls return the first result,
     because measuring again would count the memory of other engines.
 
-    model: just loaded, before any context takes memory; None: no weights are loaded.
+    model: the model just loaded, before any context takes memory; None: no weights are loaded.
     """
     if not _program:
         sizes = weights_of(model) if model else Counter()

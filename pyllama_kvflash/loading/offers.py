@@ -66,7 +66,7 @@ class Offer:
         return expected.divergence(self.n_pool / n_ctx, self.coarse, kind)
 
     def is_close(self, n_ctx: int) -> bool:
-        """Return whether long answers are about as close to those of the full f16 cache as a full q8_0 cache's."""
+        """Return whether long answers are about as close to the full f16 cache's as those of a full q8_0 cache are."""
         far, q8_0 = self.divergence(n_ctx), expected.FULL_KLD["q8_0"]
         return far is not None and all(far[text] <= _AS_GOOD * q8_0[text] for text in far)
 
@@ -112,7 +112,7 @@ def offers(path: Path, n_ctx: int, gpu: int, ram: int, n_ubatch: int | None = No
 
 
 class Rank(IntEnum):
-    """The quality of an offer, the best first."""
+    """The quality of an offer: the lower the rank, the better."""
 
     CLOSE = 0  # diverges no more than a full q8_0 cache
     CODED = 1  # codes of 4 bits beside a pool smaller than the measured ones
@@ -264,7 +264,7 @@ class _Look:
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """Facts about a model. embeddings: bytes of the token embeddings, which are in RAM; a token reads almost none of them. share: the
-    fraction of other weights in RAM that a token reads. of_experts, recurrent: whether the model has experts, and recurrent states.
+    fraction that a token reads of the other weights in RAM. of_experts, recurrent: whether the model has experts, and recurrent states.
     """
 
     embeddings: int

@@ -59,7 +59,7 @@ class Context(PartialState):
 
         n_ctx: logical positions of a sequence.
         n_seq: sequences, which share the cells.
-        n_rollback: by how many tokens at the end of a batch a recurrent state can be rolled back; never by all of them.
+        n_rollback: by how many of a batch's last tokens a recurrent state can be rolled back; never by the whole batch.
         pool, panes: at most one of the two. With neither, the cache is a stock one with a cell for each position.
         lodges: for a pool: a paned context of the same model, which must outlive this one. While the paned context is idle, a GPU keeps
             the codes in its panes, if the panes are large enough.
@@ -160,12 +160,12 @@ class Context(PartialState):
     def computed(self, native: Any, n: int, n_batch: int | None = None) -> None:
         """Record that a native context computed a batch of this sequence, of which the first n tokens are kept.
 
-        native: that of this context or of a paned one. n_batch: the tokens of the batch; None: n.
+        native: this context's, or a paned context's. n_batch: the tokens of the batch; None: n.
         """
         self._shared.computed(native, {self.seq: (n - 1, (n_batch or n) - n)})
 
     def keep(self, n: int) -> None:
-        """Keep only the first n of the sequence's tokens in the last batch, in which all had logits. Raises the errors of seq_rm()."""
+        """Keep only the first n of the sequence's tokens in the last batch. All must have logits. Raises the errors of seq_rm()."""
         start, n_batch = self._shared.batch[self.seq]
         if n < n_batch:
             self.seq_rm(start + n)
@@ -388,9 +388,9 @@ class Context(PartialState):
         check(lib.kvf_scribble(self.handle, byte))
 
     def begin_queries(self, into: npt.NDArray[np.float32], back: int = 0) -> int:
-        """Begin to read the queries of this sequence's last token in the last batch, or of the token `back` before it.
+        """Begin to read the queries of this sequence's last token in the last batch, or of the token `back` places before it.
 
-        into: float32, all tapped layers one after the other, in the basis of the cached K. Returns a ticket for wait().
+        into: float32; receives all tapped layers' queries in a row, in the basis of the cached K. Returns a ticket for wait().
         """
         ticket = ffi.new("uint64_t *")
         dst = ffi.from_buffer("float[]", into, require_writable=True)
@@ -405,8 +405,8 @@ class Context(PartialState):
         return res
 
     def queries(self, back: int = 0) -> list[npt.NDArray[np.float32]]:
-        """Return the queries of the last decoded token, or of the token `back` before it, as begin_queries() reads them: an array
-        (n_head, n_embd_head_k) float32 for each tapped layer.
+        """Return the queries of the last decoded token, or of the token `back` places before it, as begin_queries() reads them: for each
+        tapped layer, an array (n_head, n_embd_head_k) float32.
         """
         shapes = [(layer.n_head, layer.n_embd_head_k) for layer in self.tapped()]
         into = np.empty(sum(n * m for n, m in shapes), np.float32)

@@ -60,7 +60,7 @@ class ExactContext(Context):
         return int(end[0])
 
     def mass(self, back: int, n_piece: int) -> npt.NDArray[np.float32]:
-        """Return the attention of the last decoded token, or of the token `back` before it: (n_tapped, n_piece) float32.
+        """Return the attention of the last decoded token, or of the token `back` places before it: (n_tapped, n_piece) float32.
 
         A piece is PaneParams.mass_piece positions. Each value is the share of one of the first n_piece pieces, summed over the heads of
         a tapped layer.

@@ -1,4 +1,4 @@
-"""Guests, in blocks of the pool, are units of 16 positions that each layer chooses in the graph. Codes are kept of all positions."""
+"""Guests, in blocks of the pool, are units of 16 positions that each layer chooses in the graph. Codes are kept for all positions."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ class CodesInfo:
     """The codes and the guests of a sequence.
 
     bytes: size of the codes in host memory.
-    device_bytes: size on GPUs, over all sequences: codes, and buffers for choosing.
+    device_bytes: size of codes, and of buffers for choosing, on GPUs, over all sequences.
     n: positions with codes.
     n_known: positions with codes when the last segment of 4,096 began; they determine the segment's means.
     n_block: guest blocks.
@@ -48,7 +48,7 @@ def choice_bytes(heads: Sequence[tuple[int, int, int, int]], n_ctx: int, n_seq: 
 
 def codes_bytes(heads: tuple[int, int, int, int], bits: tuple[int, int], n: int, *, on_gpu: bool) -> int:
     """Return the bytes of the codes of n positions of a layer, in host memory or on a GPU. heads: the layer's, as in choice_bytes().
-    bits: those of keys, and of values.
+    bits: of the keys' codes and the values' codes, as in PoolParams.
     """
     return int(lib.kvf_codes_bytes(ffi.new("struct kvf_heads *", tuple(heads)), *bits, n, on_gpu))
 

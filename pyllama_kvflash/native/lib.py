@@ -105,7 +105,7 @@ def compute(function: Callable[..., int], *args: Any) -> None:
 
 
 def mapped(workers: ThreadPoolExecutor, f: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
-    """Call a function with each item, in threads. If no thread can start, as while Python exits, this one calls it."""
+    """Call a function with each item, in threads. If none can start, for example at exit, the calling thread does it."""
     try:
         return workers.map(f, items)
     except RuntimeError:

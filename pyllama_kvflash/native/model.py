@@ -184,7 +184,7 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> int:
-        """64 bits that identify the model's files (at the first use) and RoPE settings. Raises ModelError if the files are gone."""
+        """64 bits for the model's files and RoPE settings, computed at the first use. Raises ModelError if the files are gone."""
         try:
             own = fingerprint(self.path)
         except OSError as err:
@@ -252,7 +252,7 @@ class Model:
     def refusal(self) -> str | None:
         """The kind of a model that does not generate token by token: "encoder", "encoder-decoder", "diffusion" or "draft head".
 
-        None for a model that does. Some encoders give None, too: their contexts have no memory, which shows what they are.
+        None for a model that does. Some encoders give None, too: only their contexts, which have no memory, show what they are.
         """
         arch = self.meta("general.architecture")
         if arch in _DRAFT_HEADS:

@@ -39,6 +39,6 @@ class PartialState:
     def take_partial(self, other: "PartialState", pos: int) -> None:
         """Roll back to the first pos positions, with another context's state of this sequence. Raises NativeError.
 
-        Recurrent states are copied on their device. Through host memory, those of a 27B model would take a quarter of a second.
+        Recurrent states are copied on their device. Through host memory, copying a 27B model's states would take a quarter of a second.
         """
         check(lib.kvf_partial_copy(other.handle, self.handle, self.seq, pos))

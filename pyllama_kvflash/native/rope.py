@@ -65,7 +65,7 @@ class Rope:
         return round((self.orig_ctx or n_ctx_train) * self.scale) if self.scale > 1 else n_ctx_train
 
     def mark(self, fingerprint: int) -> int:
-        """Return a model's fingerprint, combined with these settings if they change the model's keys. 64 bits."""
+        """Return a model's fingerprint (64 bits), combined with these settings if they change the model's keys."""
         if self == Rope():
             return fingerprint
         own = fingerprint.to_bytes(8, "little") + repr(astuple(self)).encode()

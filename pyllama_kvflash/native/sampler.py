@@ -59,7 +59,7 @@ class Sampling:
     replaces all samplers except the temperature.
     logit_bias: (token, bias added to its logit), 1,024 at most.
     grammar: constrains the answer: GBNF (json_grammar() makes it from a JSON schema) or a Grammar; "": no constraint.
-    n_probs: report the log-probability of each token, and of the n_probs most likely ones (1,024 at most), by the raw logits.
+    n_probs: report log-probabilities, from the raw logits, of each token and of the n_probs most likely ones (1,024 at most).
 
     Raises UsageError for a value out of range.
     """
@@ -186,7 +186,7 @@ class Sampler:
         lib.llama_sampler_chain_add(self._handle, smpl)
 
     def read(self, tokens: Tokens) -> None:
-        """Read the text before the answer, (n,). DRY looks for repetitions in it, too, while penalties count only the answer."""
+        """Read the tokens (n,) before the answer. DRY looks for repetitions in them, too, while penalties count only the answer."""
         if self._dry_at is not None:
             dry = lib.llama_sampler_chain_get(self._handle, self._dry_at)
             for token in tokens[-self._n_dry :].tolist():
@@ -202,7 +202,7 @@ class Sampler:
         return res
 
     def sample(self, ctx: Context, i: int = -1) -> int:
-        """Choose a token by the logits of the sequence's token i in the last batch (-1: its last), and record the choice in the chain.
+        """Choose a token from the logits of the sequence's token i in the last batch (-1: its last), and record the choice in the chain.
 
         Raises BadLogitsError (NaN, for example), NativeError and UsageError (the grammar allows no token of the vocabulary).
         """

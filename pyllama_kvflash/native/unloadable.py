@@ -63,7 +63,7 @@ def _is_joined(path: Path, header: Header) -> bool:
 
 
 def _why_not_whole(path: Path, first: Header) -> str:
-    """Return the first fault of a part; "" if no part has one, or it is unknown."""
+    """Return the first fault found in the parts; "" if there is none, or it is unknown."""
     n, seen = first.split[1], set[bytes]()
     for i, name in enumerate(parts(str(path))):
         part = Path(name)

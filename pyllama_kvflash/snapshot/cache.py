@@ -1,6 +1,6 @@
 """The prefix cache: a folder of snapshots, from which the longest known prefix of a text is restored.
 
-If a text continues a cached one, its file shares the first records of the other's, so a new turn writes only its own records.
+The file of a text that continues a cached one shares the cached records, so a new turn writes only its own.
 """
 
 import os
@@ -37,7 +37,7 @@ _NAME = 32  # hex digits of a digest in a name
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the cache. size: bytes. used: time of last use, seconds since 1970; 0 if it lies in the future. mark: inode and bytes."""
+    """A file of the cache. size: bytes. used: time of last use, seconds since 1970; 0 if it lies in the future. mark: inode and size."""
 
     path: Path
     size: int
@@ -82,7 +82,7 @@ class Savable(Protocol):
         """Capture the sequence as it is now."""
 
     def restore(self, snapshot: SnapshotFile, prompt: Tokens | None = None) -> int:
-        """Replace the sequence by a snapshot. Returns how many positions were restored."""
+        """Replace the sequence with a snapshot. Returns how many positions were restored."""
 
     def clear(self) -> None:
         """Forget the sequence."""
@@ -99,7 +99,7 @@ class PrefixCache:
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
-        """folder: created if it is missing. limit: bytes of all files; the least recently used are evicted first.
+        """folder: created if it is missing. limit: the most bytes of all files; the least recently used are evicted first.
 
         Raises UsageError.
         """
@@ -128,7 +128,7 @@ class PrefixCache:
         return max((n for n, _ in self._matches(sequence.identity, tokens)), default=0)
 
     def restore(self, sequence: Savable, tokens: Tokens) -> int:
-        """Replace a sequence by the longest cached prefix of a text. Returns the number of positions.
+        """Replace a sequence with the longest cached prefix of a text. Returns the number of positions.
 
         If that is 0, nothing is cached, and the sequence is now empty. If a file proves unusable, the next best one is taken; a file
         with a damaged record is removed.
@@ -177,7 +177,7 @@ class PrefixCache:
         self._writer.shutdown()
 
     def _wanted(self, path: Path, sequence: Savable, keep_s: float) -> bool:
-        """Return whether a sequence's file must be written: it is missing, and not too large. Touches an existing file."""
+        """Return whether to write a sequence's file: not if it exists, or would be too large. Touches an existing file."""
         pager = sequence.pager
         codes = pager.guests.n_bytes(pager.ledger.n_tokens) if pager.guests else 0
         if pager.ledger.n_chunks * pager.records.record_bytes + codes > self.limit:
@@ -207,8 +207,8 @@ class PrefixCache:
     def _sources(self, home: Path, chunks: Chunks) -> list[Source]:
         """Return the files that already have the records of the first chunks.
 
-        The last source is dropped while it has no more records than the new file must write itself. So a file has few sources,
-        even after many turns; and when a record is written again, the records that its file holds itself at least double.
+        The last source is dropped as long as it supplies no more records than the new file must write. So files have few sources,
+        even after many turns; and a record is only rewritten into a file that writes at least twice as many as the old one supplied.
         """
         n, best = 0, None
         for file in self._known(home):
@@ -265,10 +265,10 @@ class PrefixCache:
         return res
 
     def _supersede(self, path: Path) -> None:
-        """Remove the files that this one replaces.
+        """Remove the files that a new file replaces.
 
-        This one replaces a file whose text is a prefix of its own, whose saved states it has, too, and which no other file needs.
-        It inherits the latest time of use.
+        An old file is replaced if its text is a prefix of the new one's, if the new file has all its states, and if no file needs it.
+        The new file inherits the latest time of use.
         """
         files = {file.path: file for file in self._known(path.parent)}
         needed = {source for file in files.values() for source in file.needs}

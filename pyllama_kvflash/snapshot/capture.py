@@ -79,7 +79,7 @@ class Capture:
         self.release()
 
     def write(self, path: Path, on_record: OnRecord | None = None, choose: Choose | None = None) -> int:
-        """Write the file. Returns its size in bytes. Raises SnapshotError, and UsageError for a file of `inputs`.
+        """Write the file. Returns its size in bytes. Raises SnapshotError, and UsageError if `path` is one of `inputs`.
 
         choose: returns files in the same folder that already have some of the records; these are not written again.
         on_record: called with (records written, records in all).

@@ -44,7 +44,7 @@ class UnreadableError(SnapshotError):
 class _Opened:
     """A file with a valid header, open while this object lives.
 
-    Others may change the file meanwhile, so its bytes are copied before they are checked, and never mapped: truncating a
+    Other processes may change the file meanwhile, so its bytes are copied before they are checked, and never mapped: truncating a
     mapped file would kill the process. A file that is replaced or deleted stays readable.
     """
 
@@ -163,7 +163,7 @@ def _opened(path: Path, source: Source) -> _Opened:
 class Outline:
     """The tables of a file that show whether it can be used for a text.
 
-    mark: inode and bytes.
+    mark: inode and size.
     header: digest of the header.
     tokens: (n_tokens,) int32.
     checksums: those of the records, (n_chunks,) V16.

@@ -154,7 +154,7 @@ def chain(identity: Identity, tokens: Tokens, chunk: int) -> list[bytes]:
 
 
 def digest(*parts: Any) -> bytes:
-    """Return the SHA-256 of all parts together: bytes, or arrays."""
+    """Return the SHA-256 of all parts together. parts: bytes, or arrays."""
     res = hashlib.sha256()
     for part in parts:
         res.update(part)
@@ -167,7 +167,7 @@ class Source:
 
     header: the digest at the end of the source's header.
     first: chunk of the first record in the source.
-    end: the source supplies the records of chunks before this one, from the previous source's `end` on (the first source: from 0).
+    end: the source supplies the records of chunks up to `end`, exclusive, from the previous source's `end` on (the first: from 0).
     """
 
     name: str

@@ -23,7 +23,7 @@ _LEAST_WIDTH = 256  # the fewest cells that the attention reads
 
 @dataclass(frozen=True, slots=True)
 class SavedPool:
-    """The state of a pool, with the place of every chunk as arrays (n_chunks,).
+    """The state of a pool. What it keeps of each chunk is in arrays (n_chunks,).
 
     block: each chunk's block; -1: none.
     n_pool: cells of the pool.
