@@ -202,7 +202,7 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
 def _up_to_end(calls: Calls, request: Mapping[str, Any]) -> str:
     """Return a conversation as the template itself writes it, up to the end of the last message's text.
 
-    llama.cpp alone would put that text after the header of an answer, with reasoning in llama.cpp's own form. "": the last message
+    By itself, llama.cpp would put that text after the header of an answer, with reasoning in llama.cpp's own form. "": the last message
     has no text, or the template does not show the text.
     """
     if not request["messages"][-1].get("content"):

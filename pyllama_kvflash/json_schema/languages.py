@@ -98,7 +98,7 @@ ALL = minus(((0, LAST),), _SURROGATES)
 
 
 def chars(found: Iterable[Range]) -> Language:
-    """Return the texts that are one character from the given ranges, without surrogates."""
+    """Return the texts of exactly one character, which is in one of the given ranges and not a surrogate."""
     res = minus(ranges(found), _SURROGATES)
     return Chars(res) if res else NOTHING
 

@@ -1,4 +1,4 @@
-"""Ranges of numbers as languages: the decimal texts of exactly the numbers within."""
+"""Ranges of numbers as languages: the decimal texts of exactly the numbers in a range."""
 
 from pyllama_kvflash.json_schema.languages import EMPTY, Chars, Language, either, many, seq, text
 

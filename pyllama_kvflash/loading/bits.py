@@ -39,7 +39,7 @@ def choices(options: Options, *, possible: bool, lodged: bool = False) -> tuple[
 
 def may_lodge(options: Options, geometry: Geometry) -> bool:
     """Return whether codes can share the memory of an exact pass. That needs one sequence, one GPU (the CPU may have layers, too), and
-    no exact passes during answers. Several sequences would need both memories at once, because they read and answer in turns.
+    no exact passes during answers. Several sequences would need both memories at once, because one reads while another answers.
     """
     found = devices()
     gpus = {i for i in geometry.devices or (0,) if found[i].gpu}

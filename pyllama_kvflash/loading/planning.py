@@ -84,7 +84,7 @@ def look(path: Path, options: Options) -> Iterator[Look]:
 
 
 class _Looking:
-    """The Ground of a plan that is only inspected: subtracts the future weights and exact pass from free memory."""
+    """The Ground of a plan that is only inspected: subtracts what the weights and the exact pass would take from free memory."""
 
     def __init__(self, model: Model, geometry: Geometry, options: Options) -> None:
         self.weights = weights_of(model)

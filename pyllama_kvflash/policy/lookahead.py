@@ -43,7 +43,7 @@ class _Line:
             setattr(self, name, _KEPT * getattr(self, name) + value)
 
     def at(self, x: float) -> float:
-        """Return the seconds of x tokens, which never decrease with x."""
+        """Return how many seconds x tokens take. This never decreases as x grows."""
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         spread = self.xx / self.weight - mean_x**2
         slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread) if spread > _FLAT else 0.0

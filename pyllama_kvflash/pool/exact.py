@@ -57,7 +57,7 @@ class ExactReader:
 
     @property
     def streams(self) -> bool:
-        """Whether layers are streamed, so that a batch mostly waits for the bus. Not known before the first batch."""
+        """Whether layers are streamed, in which case a batch mostly waits for the bus. Not known before the first batch."""
         info = self.ctx.pane_info()
         return info.n_stream > 0 and info.n_pane < info.n_layer
 

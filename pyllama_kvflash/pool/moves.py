@@ -12,7 +12,7 @@ from pyllama_kvflash.pool.residency import held, resident
 
 
 class Moves:
-    """Moves the chunks of one sequence. After a cut-off move, pool and ledger may differ by one chunk until shed() and fill() run.
+    """Moves the chunks of one sequence. After an interrupted move, pool and ledger may differ by one chunk until shed() and fill() run.
 
     n_out and n_in count moves since the last clear().
     """

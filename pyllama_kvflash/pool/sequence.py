@@ -168,7 +168,7 @@ class PooledSequence:
         self.paged.ledger.append(n)
 
     def arrive(self) -> None:
-        """After an exact batch, bring the pool to its last position."""
+        """After an exact batch, bring the pool to the batch's last position."""
         self._undo_trial()
         if self._arriving == self.n_tokens and self.exact is not None:
             self.exact.hand_over(self.ctx, self.n_tokens)
