@@ -123,6 +123,7 @@ MALFORMED: list[tuple[str, Edit, tuple[str, ...]]] = [
     ("swa", key("layer_types", ["full_attention"]), ("layer_types has 1 entries", "num_hidden_layers is 3")),
     ("swa", key("layer_types", "all"), ("layer_types", "a list of strings")),
     ("dense", key("partial_rotary_factor", 1.5), ("partial_rotary_factor is 1.5",)),
+    ("dense", key("partial_rotary_factor", 0.001), ("of a head of", "must be a positive even number")),
     ("dense", key("rope_scaling", {"rope_type": "llama3", "factor": 8.0}), ("rope_type is llama3", "yarn")),
     ("a3b", key("rope_scaling.factor"), ("has no", "factor")),
     ("swa", key("rope_parameters", {"sliding_attention": {"rope_theta": 1e4}}), ("sliding_attention", "one for both")),

@@ -138,6 +138,28 @@ def test_what_is_not_json(text: str) -> None:
         json_grammar(text)
 
 
+@pytest.mark.parametrize("value", ["1e999", '{"a": [-1e999]}'])
+def test_numbers_that_json_does_not_have(value: str) -> None:
+    """They would be written as Infinity, which no parser of JSON takes."""
+    for schema in (f'{{"const": {value}}}', f'{{"enum": [1, {value}]}}'):
+        with pytest.raises(SchemaError, match="it has NaN or an infinity, which JSON does not have"):
+            json_grammar(schema)
+    assert [
+        loosened.keyword for loosened in check_arguments({"properties": {"a": {"const": float("nan")}}}).loosened
+    ] == ["const"]
+
+
+@pytest.mark.parametrize("uri", ["http://[b", "//[", "http://a]b/", "http://\uff45x\u2100/"])
+def test_names_that_are_no_uris(uri: str) -> None:
+    """A reference that urllib cannot join names nothing; as an $id it names its schema."""
+    with pytest.raises(SchemaError, match=r"#/\$ref: .* is not in this document"):
+        check({"$id": "http://x/y", "$ref": uri})
+    within = {"a": {"$id": uri, "const": 3}}
+    assert json_grammar(json.dumps({"$ref": uri, "$defs": within})) == json_grammar(
+        json.dumps({"const": 3, "$defs": within})
+    )
+
+
 #
 # what JSON can write in several ways
 #

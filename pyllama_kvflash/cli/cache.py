@@ -145,7 +145,7 @@ def rm(folder: str | None, names: tuple[str, ...], limit: int | None, *, everyth
     that continues a removed one, and needs its records, is removed, too.
     """
     if bool(names) + (limit is not None) + everything != 1:
-        msg = "say what to remove: names, --to SIZE, or --all"
+        msg = "say what to remove, in one way: names, --to SIZE, or --all"
         raise UsageError(msg)
     found = _cache(folder)
     if names:

@@ -96,14 +96,18 @@ def is_schema(text: str) -> bool:
 
 def _grammar(grammar: str | None, schema: str | None) -> str:
     """Return the grammar of the answer; "": any text. Raises UsageError."""
-    if grammar and schema:
+    if grammar is not None and schema is not None:
         msg = "several grammars are given: give one of --grammar and --json-schema"
         raise UsageError(msg)
-    if grammar:
-        return grammar if is_grammar(grammar) else read_text(grammar, "grammar")
-    if not schema:
+    if grammar is not None:
+        text = grammar if is_grammar(grammar) else read_text(grammar, "grammar") if grammar else ""
+        if not text.strip():
+            msg = 'the grammar is empty: give one with a rule, such as root ::= "yes" | "no", or leave --grammar out'
+            raise UsageError(msg)
+        return text
+    if schema is None:
         return ""
-    return json_grammar(schema if is_schema(schema) else read_text(schema, "JSON schema"), note=_warn)
+    return json_grammar(schema if is_schema(schema) or not schema else read_text(schema, "JSON schema"), note=_warn)
 
 
 def _warn(text: str) -> None:

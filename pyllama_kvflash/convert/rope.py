@@ -81,7 +81,7 @@ def _proportional(config: Config, head_dim: int, kind: str, partial: float | Non
         return []
     if kind != "proportional" or partial is None:
         what = f"rope_type is {kind}" if partial is not None else "partial_rotary_factor is missing"
-        msg = f"{config.path}: {what}, and a Gemma 4 drafter rotates proportionally, by partial_rotary_factor"
+        msg = f"{config.path}: {what}, and a Gemma 4 drafter rotates proportionally: give rope_type proportional and a partial_rotary_factor"
         raise UnsupportedError(msg)
     n = _n_rot(config, head_dim, partial) // 2
     return [1.0] * n + [_NOT_ROTATED] * (head_dim // 2 - n)
@@ -91,6 +91,6 @@ def _n_rot(config: Config, head_dim: int, partial: float) -> int:
     """Return how many elements of a head are rotated, rounded down as in transformers. Raises ModelError for 0 or an odd number."""
     n = int(head_dim * partial)
     if not n or n % 2:
-        msg = f"{config.path}: partial_rotary_factor = {partial} of a head of {head_dim} is {n}, and must be even"
+        msg = f"{config.path}: partial_rotary_factor = {partial} of a head of {head_dim} is {n}, and must be a positive even number"
         raise ModelError(msg)
     return n

@@ -68,11 +68,11 @@ class Place:
 
     def has(self, keyword: str) -> bool:
         """Return whether the schema has a keyword."""
-        return keyword in self.keywords
+        return isinstance(self.schema, dict) and keyword in self.schema
 
     def get(self, keyword: str, default: Any = None) -> Any:
         """Return the value of a keyword; the default if the schema does not have the keyword."""
-        return self.keywords.get(keyword, default)
+        return self.schema.get(keyword, default) if isinstance(self.schema, dict) else default
 
 
 class Document:
@@ -127,7 +127,7 @@ class Document:
     def target(self, place: Place, keyword: str) -> Place:
         """Return the place that a reference names. Raises SchemaError."""
         ref: str = place.get(keyword)
-        uri, _, fragment = (place.base + ref if ref.startswith("#") else urljoin(place.base, ref)).partition("#")
+        uri, _, fragment = (place.base + ref if ref.startswith("#") else _joined(place.base, ref)).partition("#")
         name = unquote(fragment)
         start = self._resources.get(uri)
         if start is None:
@@ -213,7 +213,7 @@ class Document:
             self.errors.append(SchemaError(path.partition("\0")[0], *fault))
             schema = True
         if isinstance(schema, dict) and not schema.get("$id", "#").startswith("#"):
-            base = urljoin(base, schema["$id"]).partition("#")[0]
+            base = _joined(base, schema["$id"]).partition("#")[0]
         place = self._at[path] = Place(len(self.places), path, schema, base)
         self.places.append(place)
         if isinstance(schema, dict):
@@ -252,6 +252,14 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]
             yield from (((keyword, name), sub) for name, sub in value.items() if not (named and isinstance(sub, list)))
         elif keyword in ONE:
             yield (keyword,), value
+
+
+def _joined(base: str, ref: str) -> str:
+    """Return a reference as a URI; the reference itself if it is not a valid one, and so names nothing elsewhere."""
+    try:
+        return urljoin(base, ref)
+    except ValueError:
+        return ref
 
 
 def _below(path: str, *parts: str) -> str:
@@ -304,6 +312,14 @@ def is_number(value: Any) -> bool:
 def is_count(value: Any) -> bool:
     """Return whether a value is an integer of 0 or more."""
     return is_number(value) and value >= 0 and value == int(value)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _names(value: Any) -> bool:
@@ -361,6 +377,8 @@ def _value_fault(keyword: str, value: Any) -> str | None:  # noqa: PLR0911 (one 
     test, words = _WORDS.get(keyword, (None, ""))
     if test and not test(value):
         return f"{shown(value)} is not {words}"
+    if keyword in ("const", "enum") and not _is_json(value):
+        return "it has NaN or an infinity, which JSON does not have"
     if keyword == "enum" and len(value) > MAX_VALUES:
         return f"it has {len(value):,} values, and may have {MAX_VALUES:,}"
     if keyword in MAP and any(len(name) > MAX_NAME for name in value):

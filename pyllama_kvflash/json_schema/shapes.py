@@ -127,7 +127,7 @@ def _cut(shape: Shape, known: set[Key]) -> Shape | None:
         others = tuple(other for other in shape.others if other.key in known)
         required = [p for p in shape.properties if p.required]
         high = min(shape.high, inf if others else len(properties))
-        if max(shape.low, len(required)) > high or any(p not in properties for p in required):
+        if max(shape.low, len(required)) > high or any(p.key not in known for p in required):
             return None
         return replace(shape, properties=properties, others=others)
     return shape

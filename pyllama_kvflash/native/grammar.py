@@ -113,7 +113,7 @@ def _new(given: Grammar, model: Model, tokens: Any) -> Any:
     try:
         check(lib.kvf_grammar_new(tokens, model.vocab, params, found))
     except errors.UsageError as err:
-        raise unusable(str(err)) from None
+        raise unusable(re.sub(r" at\s*$", " at its end", str(err))) from None
     del keep  # the library has copied all of it
     res = ffi.gc(found[0], lib.kvf_grammar_free)
     if not (given.lazy or given.after) and all(model.is_eog(int(t)) for t in np.flatnonzero(_mask(res, model.n_vocab))):
