@@ -21,6 +21,7 @@ Messages are one sentence or two: what is wrong, the value, the fix. They name o
 command line replaces these names by its own (cli/flags.py).
 """
 
+import errno
 import math
 import re
 from typing import ClassVar
@@ -126,6 +127,12 @@ def out_of_range(value: float, low: float, high: float, name: str) -> str:
     """Return the sentence for a number that is not between `low` and `high`."""
     bound = f"{number(high)} or less" if low == -math.inf else f"from {number(low)} to {number(high)}"
     return f"{name} is {number(value)}, and must be {bound}"
+
+
+def unwritten(path: object, err: OSError) -> str:
+    """Return the sentence for a file or folder that cannot be written, and for a full disk what helps."""
+    full = "; free some, or write elsewhere" if err.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return f"{path} cannot be written: {err.strerror or err}{full}"
 
 
 def check_choice(value: object, allowed: tuple[object, ...], name: str) -> None:

@@ -29,6 +29,15 @@ def printable(text: object, keep: str = "") -> str:
     return "".join("\ufffd" if unicodedata.category(c) in _UNSHOWN and c not in keep else c for c in str(text))
 
 
+def is_json(value: Any) -> bool:
+    """Return whether a value of JSON's types has only numbers that JSON has: no NaN and no infinities."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
 def to_json(value: Any, **form: Any) -> str:
     """Return a value as JSON, with null for NaN and infinities, which JSON lacks. form: options of json.dumps."""
     try:

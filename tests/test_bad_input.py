@@ -210,7 +210,7 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
 def test_full_disk(form: tuple[str, ...]) -> None:
     res = kvflash("run", *HELLO, *form, "-o", "/dev/full", "--trace", "/dev/full")
     assert res.err.count("/dev/full cannot be written: No space left") == 2
-    assert "No space left on device; the answer is on stdout" in res.err
+    assert "No space left on device; free some, or write elsewhere; the answer is on stdout" in res.err
     if not form:
         assert res.out == kvflash("run", *HELLO).out
     else:

@@ -70,7 +70,7 @@ def test_a_full_disk(opened: Open, snap: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(SnapshotError) as err:
             kv.save(snap)
-    assert str(err.value) == f"{snap} cannot be written: No space left on device"
+    assert str(err.value) == f"{snap} cannot be written: No space left on device; free some, or write elsewhere"
     assert os.listdir(snap.parent) == [snap.name]  # noqa: PTH208
     assert snap.read_bytes() == before
     kv.save(snap)

@@ -19,7 +19,7 @@ from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.events import stats_dict
 from pyllama_kvflash.needle import BUNDLED_MODEL, NeedlePrompt, make_prompt
 
-_TOKENS = 16_384
+_TOKENS, _NEEDLES = 16_384, 16
 HELP = """Run a long prompt through a pool, and then with the full cache.
 
 It writes a text with secret codes hidden at even depths, lets the bundled needle-7m read it, and asks for every code. First
@@ -39,7 +39,7 @@ at what cost. The full cache takes most of the time: Ctrl-C leaves the pool's an
 @click.command(cls=Command, help=HELP, short_help="A long prompt, full cache against pool.")
 @click.option("--tokens", type=kinds.TokenCount(), default=_TOKENS, show_default=True, help="Length of the text.")
 @click.option("--kvflash", "pool", type=kinds.TokenCount(), default=2048, show_default=True, help="Pool in tokens.")
-@click.option("--needles", type=int, default=16, show_default=True, help="Codes to hide, and to ask for.")
+@click.option("--needles", type=int, default=_NEEDLES, show_default=True, help="Codes to hide, and to ask for.")
 @click.option("-s", "--seed", type=int, default=1, show_default=True, help="Seed of the text.")
 @click.option("-t", "--threads", "n_threads", type=int, default=None, help="CPU threads.  [default: all cores]")
 @click.option(
@@ -81,7 +81,8 @@ def demo(
         click.echo(json.dumps(_as_dict(prompt, runs)))
         return
     _print(prompt, at, runs)
-    same = f"{'' if tokens == _TOKENS else f' --tokens {tokens}'}{'' if seed == 1 else f' -s {seed}'}"
+    usual = ("--tokens", tokens, _TOKENS), ("--needles", needles, _NEEDLES), ("-s", seed, 1)
+    same = "".join(f" {option} {value}" for option, value, default in usual if value != default)
     hint = "" if output else f"kvflash demo -o codes.txt{same}  keeps the text, then  "
     click.echo(f"\nTry it:  {hint}kvflash run -f {output or 'codes.txt'} --kvflash {pool} -n 8 --temp 0")
 

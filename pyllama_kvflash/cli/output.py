@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from pyllama_kvflash.cli.streams import check_stdout, stdout_closed
-from pyllama_kvflash.errors import OutputError
+from pyllama_kvflash.errors import OutputError, unwritten
 from pyllama_kvflash.files import Replacement, is_stream, standard_stream
 
 
@@ -129,7 +129,7 @@ class Output:
         self._on_error(error)
 
     def _error(self, err: OSError) -> OutputError:
-        return OutputError(f"{self._path} cannot be written: {err.strerror}")
+        return OutputError(unwritten(self._path, err))
 
 
 class Answer(Output):

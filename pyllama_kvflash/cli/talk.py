@@ -28,6 +28,7 @@ from pyllama_kvflash.errors import (
     OutputError,
     UsageError,
     counted,
+    unwritten,
 )
 from pyllama_kvflash.events import Done, Prefill, Stats, Token, Warn
 from pyllama_kvflash.native import Sampling, Tokens
@@ -236,8 +237,7 @@ class Talk:
         except OSError as err:
             with suppress(OSError):
                 Path(name).unlink()  # a part may have been written
-            msg = f"{name} cannot be written: {err.strerror}"
-            raise OutputError(msg) from None
+            raise OutputError(unwritten(name, err)) from None
         self._reporter.note(f"messages saved to {name}: {len(messages)}")
 
     def _turn(self, before: list[Turn], turn: Turn) -> bool:

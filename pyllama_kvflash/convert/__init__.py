@@ -20,7 +20,7 @@ from pyllama_kvflash.convert.layout import Tensor, plan_tensors
 from pyllama_kvflash.convert.source import Source, find_source
 from pyllama_kvflash.convert.target import MASK, Target
 from pyllama_kvflash.convert.weights import Weights
-from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.errors import OutputError, UsageError, unwritten
 from pyllama_kvflash.files import Replacement, check_outputs
 
 __all__ = ["OUTTYPES", "Drafter", "Plan", "Source", "Target", "find_source", "resolve", "write"]
@@ -100,8 +100,7 @@ def write(plan: Plan, output: Path, outtype: str = "auto", progress: Progress = 
             else:
                 write_file(new.path, _contents(plan, outtype), outtype, progress)
     except OSError as err:
-        msg = f"{output} cannot be written: {err.strerror}"
-        raise OutputError(msg) from None
+        raise OutputError(unwritten(output, err)) from None
 
 
 def _quantized(plan: Plan, new: Replacement, outtype: str, progress: Progress) -> None:

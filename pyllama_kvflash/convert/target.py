@@ -40,7 +40,7 @@ class Target:
             msg = f"{path} cannot be read: {err.strerror}"
             raise UsageError(msg) from None
         except (ValueError, KeyError, TypeError, AttributeError):
-            msg = f"{path} is not a GGUF model, or is damaged: its metadata cannot be read"
+            msg = f"{path} is not a GGUF model, or is damaged: its metadata cannot be read: download it again"
             raise ModelError(msg) from None
 
     @classmethod

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urljoin
 
 from pyllama_kvflash.errors import UsageError
 from pyllama_kvflash.json_schema.keywords import KEYWORDS, LIST, MAP, ONE, SAME_VALUE, TYPES, is_annotation
+from pyllama_kvflash.text import is_json
 
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 MAX_DEPTH = 100  # of nested schemas
@@ -314,14 +315,6 @@ def is_count(value: Any) -> bool:
     return is_number(value) and value >= 0 and value == int(value)
 
 
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
 def _names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
@@ -377,7 +370,7 @@ def _value_fault(keyword: str, value: Any) -> str | None:  # noqa: PLR0911 (one 
     test, words = _WORDS.get(keyword, (None, ""))
     if test and not test(value):
         return f"{shown(value)} is not {words}"
-    if keyword in ("const", "enum") and not _is_json(value):
+    if keyword in ("const", "enum") and not is_json(value):
         return "it has NaN or an infinity, which JSON does not have"
     if keyword == "enum" and len(value) > MAX_VALUES:
         return f"it has {len(value):,} values, and may have {MAX_VALUES:,}"

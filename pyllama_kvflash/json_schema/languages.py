@@ -307,12 +307,14 @@ def fulfilled(uses: Mapping[_K, Iterable[_K]], holds: Callable[[_K, set[_K]], bo
         for part in parts:
             users.setdefault(part, []).append(key)
     res: set[_K] = set()
-    todo = list(uses)[::-1]
+    todo = list(uses)
     while todo:
-        key = todo.pop()
-        if key not in res and holds(key, res):
-            res.add(key)
-            todo += users.get(key, [])
+        found = []
+        for key in todo:
+            if key not in res and holds(key, res):
+                res.add(key)
+                found += users.get(key, [])
+        todo = list(dict.fromkeys(found))  # once a round, however many of its keys are new
     return res
 
 

@@ -123,7 +123,7 @@ class Sampling:
                 self.n_probs, 0, MAX_PROBS, "n_probs", "so many likely tokens are reported with each token"
             )
         if self.seed is not None:
-            errors.check_range(self.seed, 0, 2**32 - 2, "seed")
+            errors.check_range(self.seed, 0, 2**32 - 2, "seed", "leave it out for a random one")
 
     @property
     def penalises(self) -> bool:

@@ -71,7 +71,7 @@ def make_facts(
     if needed > n_tokens:
         raise ValueError(
             f"n_tokens is {n_tokens}, but the {n_facts} facts with {n_decoys} decoys each alone take {needed} "
-            f"tokens: raise n_tokens to {needed} or more, or lower n_facts or n_decoys."
+            f"tokens: raise n_tokens to {needed} or more, or lower n_facts or n_decoys"
         )
 
     places, at = _spread(rng, statements, decoys, max(1, (n_tokens - needed) // _GAP))

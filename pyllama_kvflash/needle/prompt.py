@@ -102,13 +102,13 @@ def make_prompt(
     if needed > n_tokens:
         raise ValueError(
             f"n_tokens is {n_tokens}, but the {n_needles} needles alone take {needed} tokens: "
-            f"raise n_tokens to {needed} or more, or lower n_needles."
+            f"raise n_tokens to {needed} or more, or lower n_needles"
         )
 
     prose = _Prose(rng, count, haystack)
     layout, total = _fit(prose, [""] * n_needles if drop else lines, n_tokens, 0 if drop else needed)
     if not layout.text:
-        raise ValueError(f"n_tokens is {n_tokens}, too few for one sentence of prose: raise n_tokens.")
+        raise ValueError(f"n_tokens is {n_tokens}, too few for one sentence of prose: raise n_tokens")
     each = zip(keys, answers, statements, layout.starts, strict=True)
     needles = tuple(_needle(*its, drop=drop) for its in each)
     return NeedlePrompt(text=layout.text, needles=needles, n_tokens=total, seed=seed)

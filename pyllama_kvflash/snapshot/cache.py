@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
-from pyllama_kvflash.errors import SnapshotError, UsageError
+from pyllama_kvflash.errors import SnapshotError, UsageError, unwritten
 from pyllama_kvflash.files import dated, sweep
 from pyllama_kvflash.native import Model, Tokens
 from pyllama_kvflash.options import Options
@@ -194,8 +194,7 @@ class PrefixCache:
                 path.unlink()
         except OSError as err:
             capture.release()
-            msg = f"{path.parent} cannot be written: {err.strerror or err}"
-            raise SnapshotError(msg) from None
+            raise SnapshotError(unwritten(path.parent, err)) from None
         capture.write(path, choose=partial(self._sources, path.parent))
         write_name(path.parent, model)
         self.stats.saves += 1
@@ -376,8 +375,7 @@ class PrefixCache:
                 file = stack.enter_context((self.folder / _LOCK).open("a"))
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as err:
-                msg = f"{self.folder} cannot be written: {err.strerror or err}"
-                raise SnapshotError(msg) from None
+                raise SnapshotError(unwritten(self.folder, err)) from None
             yield
 
 

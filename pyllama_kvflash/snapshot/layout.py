@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyllama_kvflash.errors import SnapshotError
+from pyllama_kvflash.errors import SnapshotError, unwritten
 from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.native import Record, StateBytes, Tokens
 from pyllama_kvflash.native.checksum import CHECKSUM
@@ -241,8 +241,7 @@ def write(
         with Replacement(path, _PRIVATE) as new, new.path.open("wb") as file:
             return _write(file, contents, records, on_record, codes)
     except OSError as err:
-        msg = f"{path} cannot be written: {err.strerror or err}"
-        raise SnapshotError(msg) from None
+        raise SnapshotError(unwritten(path, err)) from None
 
 
 def _write(

@@ -10,6 +10,7 @@ from pyllama_kvflash.chat.engine import Message
 from pyllama_kvflash.json_schema import Checked, SchemaError, check, check_arguments, refuse_loosened
 from pyllama_kvflash.serve.protocols.fields import Unknown, array, as_object, get, is_object, kind, obj, one_of, text
 from pyllama_kvflash.serve.protocols.request_error import invalid
+from pyllama_kvflash.text import is_json
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -241,6 +242,8 @@ def _parameters(function: Mapping[str, Any], at: str, key: str) -> dict[str, Any
     given, name = function.get(key), f"{at}.{key}"
     if given is not None and not isinstance(given, dict | bool):
         raise invalid(f"{name} is {kind(given)}: give a JSON schema, an object", name, "invalid_type")
+    if not is_json(given):
+        raise invalid(f"{name} has NaN or an infinity, which JSON does not have: give numbers", name, "invalid_value")
     if given is not None and get(function, "strict", bool, f"{at}.strict"):
         with _schema_errors(name):
             refuse_loosened(check_arguments(given))

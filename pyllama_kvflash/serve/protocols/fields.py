@@ -171,7 +171,8 @@ def one_of(fields: Mapping[str, Any], key: str, allowed: tuple[str, ...], at: st
     """Return a required field that is one of the `allowed` words."""
     value, at = fields.get(key), at or key
     if not isinstance(value, str) or value not in allowed:
-        raise invalid(f"{at} is {repr(value)[:100]}: give one of {', '.join(allowed)}", at, "invalid_value")
+        said = "missing" if value is None else repr(value)[:100]
+        raise invalid(f"{at} is {said}: give one of {', '.join(allowed)}", at, "invalid_value")
     return value
 
 
