@@ -6,8 +6,6 @@ import http.client
 import json
 import resource
 import socket
-import zlib
-from collections.abc import Iterator
 
 import pytest
 
@@ -206,56 +204,14 @@ def test_a_client_that_offers_another_protocol(server: Running, caplog: pytest.L
 #
 
 
-def zipped(data: bytes) -> bytes:
-    """Without the time, which would be in a test's name."""
-    return gzip.compress(data, mtime=0)
-
-
-def in_members(data: bytes) -> bytes:
-    return zipped(data[:9]) + zipped(data[9:])
-
-
-def raw_deflate(data: bytes) -> bytes:
-    return zlib.compress(data, wbits=-15)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "encode"),
-    [("gzip", zipped), ("gzip", in_members), ("X-GZIP", zipped), ("deflate", zlib.compress), ("identity", bytes)],
-)
 @pytest.mark.parametrize("path", ["/tokenize", "/api/show"])
-def test_a_compressed_body(server: Running, encoding: str, encode: type[bytes], path: str) -> None:
+def test_a_compressed_body_is_refused(server: Running, path: str) -> None:
+    """Before it is read: a few bytes may stand for gigabytes."""
     body = json.dumps({"content": "The sea", "model": "x"}).encode()
-    res = server.http.post(path, content=encode(body), headers={**JSON, "Content-Encoding": encoding})
-    assert res.status_code == 200, res.text
-
-    def parts() -> Iterator[bytes]:
-        for byte in encode(body):
-            yield bytes([byte])
-
-    res = server.http.post(path, content=parts(), headers={**JSON, "Content-Encoding": encoding})
-    assert res.status_code == 200, res.text
-
-
-@pytest.mark.parametrize(
-    ("encoding", "data", "status", "words"),
-    [
-        ("gzip", zipped(b'{"content": "' + b"x" * (64 << 20) + b'"}'), 413, "larger than 65,536 bytes"),
-        ("gzip", zipped(b'{"content": "x"}')[:-4], 400, "not one complete gzip stream"),
-        ("gzip", zipped(b'{"content": "x"}') + b"{}", 400, "not one complete gzip stream"),
-        ("gzip", b'{"content": "x"}', 400, "not one complete gzip stream"),
-        ("gzip", b"", 400, "not one complete gzip stream"),
-        ("gzip", gzip.compress(b"", mtime=0) * 2_000, 400, "not one complete gzip stream"),
-        ("deflate", raw_deflate(b'{"content": "x"}'), 400, "not one complete deflate stream"),
-        ("br", b"{}", 415, "Content-Encoding 'br' is not supported: use gzip, deflate or none"),
-        ("gzip, gzip", b"{}", 415, "is not supported"),
-    ],
-)
-def test_a_body_that_cannot_be_decoded(server: Running, encoding: str, data: bytes, status: int, words: str) -> None:
-    res = server.http.post("/tokenize", content=data, headers={**JSON, "Content-Encoding": encoding})
-    assert res.status_code == status, res.text
-    assert words in res.json()["error"]["message"]
-    assert (res.headers.get("Accept-Encoding") == "gzip, deflate") == (status == 415)
+    assert server.http.post(path, content=body, headers={**JSON, "Content-Encoding": "identity"}).status_code == 200
+    res = server.http.post(path, content=gzip.compress(body), headers={**JSON, "Content-Encoding": "gzip"})
+    assert (res.status_code, res.headers["Accept-Encoding"]) == (415, "identity")
+    assert "Content-Encoding 'gzip' is not supported: send the body as it is" in res.text
 
 
 #
