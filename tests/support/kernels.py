@@ -46,6 +46,9 @@ def build_kernels(folder: Path, changes: Mapping[str, Callable[[str], str]] = Ma
         (folder / name).write_text(changes.get(name, str)(text))
     options = ["-std=c++17", "-O2", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-fPIC", "-shared"]
     options.append(
+        "-U_FORTIFY_SOURCE"
+    )  # Ubuntu's GCC defines it, and its longjmp() aborts on a jump to another fiber's stack
+    options.append(
         "-ffp-contract=off"
     )  # GCC would make one operation of __fmul_rn() and __fadd_rn(), where the processor has it
     ours = Path(
