@@ -32,8 +32,8 @@ def build() -> Iterator[asan.Build]:
 def fuzz(build: asan.Build, model: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run kvflash-fuzz; stderr, the sanitizers', joins stdout."""
     # GCC aligns vectors of AVX-512 too little on the stacks that detect uses after a return (its bug 110027); on by default since 13
-    options = "detect_leaks=1:detect_stack_use_after_return=0"
-    env = asan.ENV | {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"}
+    checks = "detect_leaks=1:detect_stack_use_after_return=0"
+    env = asan.ENV | {"ASAN_OPTIONS": checks, "UBSAN_OPTIONS": "print_stacktrace=1"}
     command = [build.binary, model, *options]
     return subprocess.run(
         command, env=env, timeout=120, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
