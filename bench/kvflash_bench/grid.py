@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pyllama_kvflash import __version__
-from pyllama_kvflash.errors import ModelError, OutputError, UsageError
+from pyllama_kvflash.errors import ModelError, OutputError, UsageError, unwritten
 from pyllama_kvflash.files import Replacement
 from pyllama_kvflash.fingerprint import fingerprint
 from pyllama_kvflash.native import devices, why_unloadable
@@ -155,8 +155,7 @@ class Results:
             with Replacement(path) as new:
                 new.path.write_bytes(data.encode() if isinstance(data, str) else data)
         except OSError as err:
-            msg = f"{path} cannot be written: {err.strerror}"
-            raise OutputError(msg) from None
+            raise OutputError(unwritten(path, err)) from None
         return path
 
 

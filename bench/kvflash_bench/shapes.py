@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflash_bench.shape_tensors import BLOCK, BLOCK_BYTES, Heads, Shape, Tensor, keys, tensors
-from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.errors import OutputError, UsageError, unwritten
 from pyllama_kvflash.files import Replacement
 
 VERSION = 1  # of the written files: a kept file is used again only if it has this version
@@ -112,8 +112,7 @@ def write_shape(name: str, path: Path, vocabulary: Path | None = None) -> None:
         with Replacement(path) as new:
             _write(name, shape, new.path, vocabulary, weights=True)
     except OSError as err:
-        msg = f"{path} cannot be written: {err.strerror}"
-        raise OutputError(msg) from None
+        raise OutputError(unwritten(path, err)) from None
 
 
 def write_outline(shape: Shape, path: Path) -> None:

@@ -100,14 +100,14 @@ def _grammar(grammar: str | None, schema: str | None) -> str:
         msg = "several grammars are given: give one of --grammar and --json-schema"
         raise UsageError(msg)
     if grammar is not None:
-        text = grammar if is_grammar(grammar) else read_text(grammar, "grammar") if grammar else ""
+        text = read_text(grammar, "grammar") if grammar and not is_grammar(grammar) else grammar
         if not text.strip():
             msg = 'the grammar is empty: give one with a rule, such as root ::= "yes" | "no", or leave --grammar out'
             raise UsageError(msg)
         return text
     if schema is None:
         return ""
-    return json_grammar(schema if is_schema(schema) or not schema else read_text(schema, "JSON schema"), note=_warn)
+    return json_grammar(read_text(schema, "JSON schema") if schema and not is_schema(schema) else schema, note=_warn)
 
 
 def _warn(text: str) -> None:

@@ -8,7 +8,7 @@ from kvflash_bench.plot import FORMATS, render
 from kvflash_bench.trace import read_trace
 from pyllama_kvflash.cli.report import Reporter
 from pyllama_kvflash.cli.roles import Command, Declared, Reads, writes
-from pyllama_kvflash.errors import OutputError, UsageError
+from pyllama_kvflash.errors import OutputError, UsageError, unwritten
 from pyllama_kvflash.files import is_stream, write
 
 HELP = """Draw a run: which chunks were in the pool at every position, and what they were worth.
@@ -52,6 +52,5 @@ def plot(trace: str, output: str | None) -> None:
     try:
         write(target, data)
     except OSError as err:
-        msg = f"{target} cannot be written: {err.strerror}"
-        raise OutputError(msg) from None
+        raise OutputError(unwritten(target, err)) from None
     Reporter().note(f"wrote {target}")
